@@ -158,7 +158,7 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         held, drawn = collect(step, config, driver, learner)
         batch = plane.share(held)
     with recorder.phase("prox"):
-        anchor_BT, batch = anchor_logprobs(learner, batch, config)
+        anchor_BT = anchor_logprobs(learner, batch, config)
         if config.loss.needs_reference:
             reference_BT = learner.reference_logprobs(batch)
         else:
@@ -179,7 +179,7 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         learner.take_replayed()  # of other weights: a reference's, the last sync's
         updates = combine([learner.update(targets, rows) for rows in parts])
         if config.learner.router is not schema.Router.own:
-            updates |= check_replay(learner.take_replayed(), config.learner.router)
+            updates |= check_replay(learner.take_replayed())
     with recorder.phase("correction"):
         own_BT = learner.take_own_logprobs()
         work, found = (None, {}) if work is None else work.finished(own_BT)
@@ -244,19 +244,15 @@ def sync_and_log(
     return at, stop
 
 
-def anchor_logprobs(
-    learner: Learner, batch: Shared, config: Config
-) -> tuple[torch.Tensor | None, Shared]:
+def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> torch.Tensor | None:
     """p: the policy's own logprobs before the update. None where the update's forward pass gives
-    them in time. With the batch as the step goes on with it.
+    them in time.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
-        if config.learner.router is schema.Router.replay_forward:
-            return learner.logprobs_and_experts(batch)
-        return learner.logprobs(batch), batch
+        return learner.logprobs(batch)
     if batch.whole is None or anchored_to_learner(config.correction, config.rollout):
-        return None, batch
-    return batch.whole.sampler_logprobs_BT, batch
+        return None
+    return batch.whole.sampler_logprobs_BT
 
 
 def learner_estimate(

@@ -136,7 +136,6 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
 
 IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")
 SHARED = ("learner.tensor_parallel=2", "learner.megatron.sequence_parallel=true")
-KL = ("loss.kl_coef=0.01",)  # what routers of other weights do counts for nothing
 ROUTED = {
     "two engines and updates in mid-answer": ["sampler.engines=2", *IN_FLIGHT],
     "two formats": ["sampler.engines=2", "sampler.formats=[int8, none]"],
@@ -149,12 +148,6 @@ ROUTED = {
         "sampler.vllm={max_num_seqs: 32, max_num_batched_tokens: 44}",
         "learner.tokens_per_microbatch=512",
         "learner.forward=as_sampler",
-        *SHARED,
-    ],
-    "the learner's own": [
-        "learner.router=replay_forward",
-        "sampler.routed_experts=false",
-        *KL,
         *SHARED,
     ],
 }

@@ -25,7 +25,6 @@ from megatron_rl.config.schema import (  # isort: skip
     EvalSection,
     LossConfig,
     RejectRule,
-    Router,
     SyncSection,
 )
 from megatron_rl.driver import Driver
@@ -210,9 +209,9 @@ def test_experts_are_gathered_and_those_of_a_silent_engine_are_marked() -> None:
 def test_a_replay_that_is_none_ends_the_run(replayed: float, flips: float) -> None:
     found = {"router/replayed": replayed, "router/flips": flips}
     with pytest.raises(router_replay.ReplayError, match=r"^learner\.router: replay"):
-        router_replay.check(found, Router.replay)
-    assert router_replay.check({"router/replayed": 0.9, "router/flips": 0.1}, Router.replay)
-    assert router_replay.check({}, Router.replay) == {}
+        router_replay.check(found)
+    assert router_replay.check({"router/replayed": 0.9, "router/flips": 0.1})
+    assert router_replay.check({}) == {}
 
 
 @pytest.mark.parametrize("preset", ["tis", "bypass"])

@@ -179,8 +179,6 @@ class Router(StrEnum):
     own = "own"  # the learner's routers choose
     # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
     replay = "replay"
-    # updates go where the learner's own pass before them has gone
-    replay_forward = "replay_forward"
 
 
 class Transport(StrEnum):

@@ -15,8 +15,7 @@ from megatron_rl.config.fleet import (
     uses_servers,
     without_secret,
 )
-from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
-from megatron_rl.config.prox_pass import makes_prox_pass
+from megatron_rl.config.objective import LearnerSection
 from megatron_rl.config.sampling import (
     QuantizationSection,
     RolloutSection,
@@ -89,23 +88,12 @@ def as_sampler(
 
 
 def router(
-    learner: LearnerSection,
-    sampler: SamplerSection,
-    rollout: RolloutSection,
-    correction: CorrectionConfig,
-    loss: LossConfig,
+    learner: LearnerSection, sampler: SamplerSection, rollout: RolloutSection
 ) -> Iterator[str]:
     if learner.router is Router.own:
         return
     if rollout.supervised:
         yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
-    elif learner.router is Router.replay_forward:
-        if not makes_prox_pass(correction, loss, learner, rollout):
-            yield (
-                "learner.router: replay_forward: this recipe makes no pass before its updates "
-                "whose choices they could take; it does with correction.anchor=prox and several "
-                "learner.n_minibatches, or use own"
-            )
     elif not sampler.routed_experts:
         yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
     if learner.megatron.get("moe_aux_loss_coeff"):

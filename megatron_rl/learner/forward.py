@@ -31,7 +31,7 @@ from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.head import Asked, Scores
 from megatron_rl.learner.modules.lora import adapters_off
 from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
-from megatron_rl.learner.modules.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.modules.packing import Pack, assign_rows, pack
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import DataPlane, Share, Shared
@@ -40,7 +40,6 @@ from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import NO_EXPERT
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
 
@@ -147,26 +146,6 @@ class ForwardPasses(Policy):
         with self._activations.looking(True):
             return self._logprobs(batch)
 
-    def logprobs_and_experts(self, batch: Shared) -> tuple[Tensor, Shared]:
-        """Logprobs, and the batch with the experts that this pass has chosen: where the step's
-        other passes go.
-        """
-        assert self._replay is not None
-        groups = self._assigned(batch, range(len(batch)))
-        share = self.plane.read(batch, _flat(groups)).of(sorted(_flat(groups)[self.place.replica]))
-        tokens = len(share.sequences.tokens_P)
-        chosen = limits.experts_per_token(self.model.hf_config)
-        # backends reduce it
-        blank_PLK = torch.full((tokens, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int32)
-        share = replace(share, sequences=replace(share.sequences, experts_PLK=blank_PLK))
-        work = self._laid_out(share, groups)
-        with self._activations.looking(True), self._replay.writing():
-            logprobs_BT = self._logprobs(batch, work)
-        unpacked_experts(work.packs, self.own_layers, share.sequences, share.at)
-        return logprobs_BT, self.plane.with_experts(
-            batch, work.rows, share, self.plane.most(blank_PLK).to(torch.int16)
-        )
-
     def logprobs_unseen(self, batch: Batch | Shared) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
         with self._cache.looking(False):
@@ -227,8 +206,8 @@ class ForwardPasses(Policy):
         finally:
             self.weights_changed()
 
-    def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
-        work = self._work(batch, range(len(batch))) if work is None else work
+    def _logprobs(self, batch: Batch | Shared) -> Tensor:
+        work = self._work(batch, range(len(batch)))
         with torch.no_grad(), self.profiler.tracing("forward", len(work.packs) * len(self.chunks)):
             results = self._run(
                 work.packs, self._asked(entropy=False), self._collect, forward_only=True

@@ -12,7 +12,7 @@ B rows of the batch, T response positions, N response tokens, P tokens of all ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
@@ -80,13 +80,6 @@ class Share:
     # of the batch's rows in it; None: it is the batch itself
     place: Mapping[int, int] | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # what a loss reads of them
-
-    def of(self, rows: Sequence[int]) -> Share:
-        """The same for these rows alone."""
-        return Share(
-            self.sequences.bare.rows(torch.tensor(self.at(rows), dtype=torch.int64)),
-            {row: at for at, row in enumerate(rows)},
-        )
 
     def at(self, rows: Sequence[int]) -> list[int]:
         return [row if self.place is None else self.place[row] for row in rows]
@@ -235,33 +228,6 @@ class DataPlane:
                     ):
                         found[starts[row] : starts[row] + len(part)] = part
         return found
-
-    def with_experts(
-        self, batch: Shared, rows: Sequence[Sequence[int]], share: Share, mine_PLK: Tensor
-    ) -> Shared:
-        """The batch with experts: the driver's of all rows, a rank's own of the rows that it has
-        them for.
-        """
-        assert share.place is not None
-        parts = dict(
-            zip(share.place, mine_PLK.split(share.sequences.lengths_B.tolist()), strict=True)
-        )
-        layers = self._ranks.layout.own_layers(mine_PLK.shape[1], self._ranks.place.pp)
-        own = replace(share.sequences, experts_PLK=mine_PLK[:, layers])
-        kind = (mine_PLK.dtype, tuple(mine_PLK.shape[1:]))
-        found_PLK = self.collect(batch, rows, "experts_PLK", parts, kind)
-        if batch.whole is None:
-            whole = None
-        else:
-            whole = replace(batch.whole, experts_PLK=found_PLK)
-        held = _Held([sorted(each) for each in rows], None if self._driver else own)
-        return replace(batch, whole=whole, held=held, kinds={**batch.kinds, "experts_PLK": kind})
-
-    def most(self, tensor: Tensor) -> Tensor:
-        """The largest values over the ranks of this replica."""
-        if len(self._members[self._replica]) > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return tensor
 
     def _hand_out(
         self,

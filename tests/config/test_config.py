@@ -386,13 +386,6 @@ def test_where_the_sampler_s_experts_cannot_be_taken(
     assert said in refusal(load, recipe, [*given, override])
 
 
-def test_where_no_pass_comes_before_the_updates(recipe: Path) -> None:
-    given = ["learner.router=replay_forward", "learner.n_minibatches=2"]
-    assert load(recipe, given).learner.router == "replay_forward"
-    found = refusal(load, recipe, [*given, "learner.n_minibatches=1"])
-    assert "this recipe makes no pass before its updates whose choices they could take" in found
-
-
 @pytest.mark.parametrize(
     "name",
     [

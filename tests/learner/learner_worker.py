@@ -25,7 +25,7 @@ from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, 
 from lora_worker import adapted, merged_twin, write_state
 from pretended_device import on_device
 from replicas_worker import replicas
-from routing_worker import faulty, mixture, routed, routed_forward
+from routing_worker import faulty, mixture, routed
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 from shares_worker import shared
@@ -492,7 +492,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         adapted,
         merged_twin,
         routed,
-        routed_forward,
         faulty,
         heads,
         head_memory,

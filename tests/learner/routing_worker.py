@@ -2,15 +2,16 @@
 have chosen; and a mixture's layer beside vLLM's.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from learner_cases import experts_of, make_batch, make_targets, with_experts
+from learner_cases import make_batch, make_targets, with_experts
 
 from megatron_rl.batch import Batch
-from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules.router_replay import ReplayError, RouterReplay, check
 from megatron_rl.quantization import vllm_operators
@@ -76,12 +77,33 @@ FAULTS = {  # of the replay; others are of what it is told
 }
 
 
+def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
+    """[B, S, L, K] of this rank's routers, row by row."""
+    assert learner._replay is not None
+    chosen_BSLK = torch.full((*batch.tokens_BS.shape, LAYERS, CHOSEN), NO_EXPERT).to(torch.int16)
+    for row, length in enumerate(batch.lengths_B.tolist()):
+        read_SLK = chosen_BSLK[row, : length - 1]
+
+        def noting(layer: int, scores: Any, topk: int, groups: Any, of: Any, choose: Any) -> Any:
+            values_SK, own_SK = choose(scores, topk, num_groups=groups, group_topk=of)
+            read_SLK[:, layer] = own_SK[: len(read_SLK)]  # noqa: B023
+            return values_SK, own_SK
+
+        with ExitStack() as stack:
+            for router in learner._replay._routers:
+                note = partial(noting, router._layer)
+                stack.enter_context(mock.patch.object(router, "get_replay_topk", note))
+            learner.logprobs(batch.rows(torch.tensor([row])))
+    return chosen_BSLK
+
+
 def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What a run says of a step whose choices were the learner's own a moment ago, and then came to
     harm.
     """
-    before_BT, batch = _first_pass(learner)
-    chosen_BSLK = experts_of(batch)
+    batch = make_batch()
+    chosen_BSLK = own_choices(learner, batch)
+    before_BT = learner.logprobs(with_experts(batch, chosen_BSLK))
     if job["fault"] == "cache_hit":
         chosen_BSLK[1:, :4] = NO_EXPERT
     batch = with_experts(batch, chosen_BSLK)
@@ -91,38 +113,9 @@ def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         FAULTS[job["fault"]](learner._replay)
     try:
         learner.update(make_targets(batch, before_BT))
-        return dict(check(learner.take_replayed(), Router.replay))
+        return dict(check(learner.take_replayed()))
     except ReplayError as error:
         return {"refused": str(error)}
-
-
-def _first_pass(learner: Learner) -> tuple[torch.Tensor, Batch]:
-    """Of a batch that the driver holds; what it has then, on every rank."""
-    before_BT, shared = learner.logprobs_and_experts(learner.plane.share(make_batch()))
-    chosen = None if shared.whole is None else experts_of(shared.whole).int()
-    before_BT, chosen = learner.broadcast((before_BT, chosen))
-    return before_BT, with_experts(make_batch(), chosen.to(torch.int16))
-
-
-def routed_forward(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler
-    had told them.
-    """
-    batch = make_batch()
-    if chosen := job.get("chosen"):
-        batch = with_experts(batch, torch.tensor(chosen, dtype=torch.int16))
-        before_BT = learner.logprobs(batch)
-    else:
-        before_BT, batch = _first_pass(learner)
-    targets = make_targets(batch, before_BT)
-    again_BT = learner.logprobs(batch)
-    learner.take_replayed()
-    steps = [learner.update(targets) for _ in range(4)]
-    trained = learner.take_replayed()
-    found = {"logprobs": before_BT, "again": again_BT, "after": learner.logprobs(batch)}
-    found["own"] = learner.logprobs(replace(batch, experts_PLK=None))
-    told = {"trained": trained, "steps": steps, "chosen": experts_of(batch).tolist()}
-    return {name: values_BT.tolist() for name, values_BT in found.items()} | told
 
 
 def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:

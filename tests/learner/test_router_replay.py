@@ -22,11 +22,8 @@ LAYOUTS = {
     "cp2_recompute": {**cases.CP2, "megatron": SOME},
     "cp2_tp2_sp": cases.CP2 | cases.LAYOUTS["tp2_sp"],
 }
-FORWARD = {"router": "replay_forward"}
 BF16 = {"precision": "bf16", "router": "own"}
-KEPT = ("tp2_ep2", "pp2", "dp2", "vp2_recompute", "cp2_ep2", "cp2_recompute", "cp2_tp2_sp")
 FOUR = ("cp2_tp2_sp",)  # ranks
-HOT = 1e-2  # routers choose otherwise after an update
 WRONG = {"wrong_layer": "elsewhere", "recompute": "not computed again"}
 LOST = ("cache_hit", "layers")
 UNCLIPPED = {"clip_grad": 1e9}
@@ -83,28 +80,12 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         )
         for fault in (*WRONG, *LOST)
     ]
-    forward = {"kind": "routed_forward", "lr": HOT, **folder}
-    one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
     more = [
         _job(name, cases.QWEN3_MOE, PACKS | layout, **folder) for name, layout in LAYOUTS.items()
-    ]
-    more += [
-        _job(f"forward_{at}", cases.QWEN3_MOE, PACKS | LAYOUTS[at] | FORWARD, **forward)
-        for at in KEPT
     ]
     four = [job for job in more if job["name"].endswith(FOUR)]
     results = cases.run(tmp_path_factory, one, [job for job in more if job not in four])
     return results | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
-
-
-@pytest.fixture(scope="module")
-def told(
-    found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Any:
-    """The choices of the learner's own pass, as if the sampler had told them."""
-    given = {"chosen": found["forward"]["chosen"], "folder": str(folders["qwen3_moe"]), "lr": HOT}
-    job = {**_job("told", cases.QWEN3_MOE, PACKS, **given), "kind": "routed_forward"}
-    return cases.run_ranks(1, [job], tmp_path_factory.mktemp("told"))["told"]
 
 
 def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -196,39 +177,6 @@ def test_what_nobody_tells_is_chosen_by_the_learner_and_counted(found: dict[str,
     own = cases.matrix(silent, "own")
     torch.testing.assert_close(logprobs[SILENT], own[SILENT], rtol=0, atol=1e-6)
     torch.testing.assert_close(logprobs[rows], cases.matrix(one)[rows], rtol=0, atol=1e-6)
-
-
-def test_updates_go_where_the_pass_before_them_went(
-    found: dict[str, Any], told: dict[str, Any]
-) -> None:
-    forward = found["forward"]
-    torch.testing.assert_close(
-        cases.matrix(forward), cases.matrix(found["one"], "own"), rtol=0, atol=3e-5
-    )
-    torch.testing.assert_close(
-        cases.matrix(forward, "again"), cases.matrix(forward), rtol=0, atol=1e-6
-    )
-    assert forward["trained"]["router/replayed"] == 1.0
-    assert forward["trained"]["router/flips"] > 0.01, "its routers have gone elsewhere since"
-    torch.testing.assert_close(
-        cases.matrix(forward, "after"), cases.matrix(told, "after"), rtol=0, atol=1e-6
-    )
-    assert forward["steps"] == told["steps"]
-    assert (cases.matrix(forward, "after") - cases.matrix(forward, "own")).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, Any]) -> None:
-    here = found[f"forward_{case}"]
-    one = found["forward"]
-    chosen = torch.tensor(here["chosen"])
-    wanted = torch.tensor(one["chosen"])
-    torch.testing.assert_close(cases.matrix(here, "again"), cases.matrix(here), rtol=0, atol=3e-5)
-    assert (chosen != wanted).float().mean() < 1e-3  # a tie that rounds otherwise
-    assert here["trained"]["router/replayed"] == 1.0
-    torch.testing.assert_close(
-        cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3
-    )
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -240,26 +240,6 @@ def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
         return None
     blank_SLK = mine.experts_PLK.new_full((positions, *mine.experts_PLK.shape[1:]), NO_EXPERT)
     return blank_SLK.index_copy(0, real_P, mine.experts_PLK)
-
-
-def unpacked_experts(
-    packs: Sequence[Pack],
-    layers: list[int],
-    sequences: Sequences,
-    at: Callable[[Sequence[int]], list[int]],
-) -> None:
-    """Writes the packs' choices, of these layers, into their rows' place in `experts_PLK`."""
-    ends = sequences.lengths_B.cumsum(0).tolist()
-    lengths = sequences.lengths_B.tolist()
-    for one in packs:
-        assert one.experts_SLK is not None and sequences.experts_PLK is not None
-        found_SLK = one.experts_SLK.cpu()
-        if one.held_S is not None and one.order_S is not None:
-            blank_SLK = found_SLK.new_full((len(one.order_S), *found_SLK.shape[1:]), NO_EXPERT)
-            found_SLK = blank_SLK.index_copy(0, one.held_S.cpu(), found_SLK)
-        for row, start in zip(at(one.rows), one.starts.tolist(), strict=False):
-            chosen = found_SLK[start : start + lengths[row]]  # filler may follow
-            sequences.experts_PLK[ends[row] - lengths[row] : ends[row], layers] = chosen
 
 
 def _kept(mine: Sequences) -> Tensor | None:

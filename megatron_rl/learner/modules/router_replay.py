@@ -1,6 +1,5 @@
-"""Router replay: tokens go to the experts that the sampler has sent them to, or an earlier pass of
-the learner's, with weights of the learner's own gate; counts of the tokens that its routers would
-have sent elsewhere, and their check.
+"""Router replay: tokens go to the experts that the sampler has sent them to, with weights of the
+learner's own gate; counts of the tokens that its routers would have sent elsewhere, and their check.
 
 Each router of megatron-core asks an object which experts to take (`router_replay`, of its
 RouterReplay's form). Ours finds them in the pack that is passing through: no list that is handed
@@ -38,15 +37,10 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplay:
-    """What all routers of a rank share: whether choices are taken, and how many were. With
-    `Router.replay` the sampler tells them, so that every pass has them; with `replay_forward`
-    updates have those of the pass before them.
-    """
+    """What all routers of a rank share: whether choices are taken, and how many were."""
 
     def __init__(self, layers: int, device: torch.device, router: Router) -> None:
         self.replays = router is not Router.own
-        self.told = router is Router.replay
-        self.writes = False  # own choices into the packs
         self.compares = False  # what is told is only looked at
         self.trains = False  # in a pass whose activations may be computed again
         self._routers: list[_Layer] = []
@@ -77,15 +71,6 @@ class RouterReplay:
             raise ReplayError(
                 "learner.router: activations were not computed again with the experts of before"
             )
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A pass whose own choices are written into its packs."""
-        self.writes = True
-        try:
-            yield
-        finally:
-            self.writes = False
 
     @contextmanager
     def comparing(self) -> Iterator[Tensor]:
@@ -131,20 +116,19 @@ def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
     }
 
 
-def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
+def check(found: Mapping[str, float]) -> Mapping[str, float]:
     """What a step's replay has come to (`Learner.take_replayed`); refused where it is no replay."""
     if not found:  # nothing has passed
         return found
     if not found["router/replayed"]:
-        wanted = "sampler.routed_experts=true (servers started by hand need it too)"
         raise ReplayError(
-            f"learner.router: {router}, but no token of this step has gone to an expert that was "
-            f"told{f': replay wants {wanted}' if router is Router.replay else ''}; "
-            "learner.router=own goes on without"
+            "learner.router: replay, but the sampler has told no expert of this step's tokens: set "
+            "sampler.routed_experts=true (servers started by hand need it too), or "
+            "learner.router=own"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(
-            f"learner.router: {router}, but the learner's routers would have sent {flips:.0%} of "
+            f"learner.router: replay, but the learner's routers would have sent {flips:.0%} of "
             "the tokens elsewhere: the experts told are not those of these tokens, or of these "
             "weights. learner.router=own goes on without"
         )
@@ -187,14 +171,7 @@ class _Layer:
         )
         pack, first_time = self._pack()
         here = slice((self._shard or 0) * len(scores), ((self._shard or 0) + 1) * len(scores))
-        if self._replay.writes:
-            assert pack.experts_SLK is not None
-            own = own_SK.to(pack.experts_SLK.dtype)
-            pack.experts_SLK[here, self._held] = own.masked_fill(
-                ~pack.read_S[here, None], NO_EXPERT
-            )
-            return values_SK, own_SK
-        if first_time and (self._replay.told or self._replay.trains):
+        if first_time:
             self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK
