@@ -34,7 +34,7 @@ from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
 from megatron_rl.learner.modules.packing import Pack, assign_rows, pack
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
-from megatron_rl.learner.shares import DataPlane, Share, Shared
+from megatron_rl.learner.shares import DataPlane, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
@@ -52,10 +52,6 @@ class Work:
 
     rows: list[list[int]]
     packs: list[Pack]
-
-
-def _flat(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    return [[row for rows in share for row in rows] for share in groups]
 
 
 class ForwardPasses(Policy):
@@ -239,7 +235,7 @@ class ForwardPasses(Policy):
             )  # a pack without rows has one of padding
         }
         if isinstance(batch, Shared):
-            found_N = self.plane.collect(batch, work.rows, "logprobs_N", mine, (torch.float32, ()))
+            found_N = self.plane.collect(batch, work.rows, mine)
             if batch.whole is None or found_N is None:
                 return torch.zeros(0, 0)
             return batch.whole.matrix(found_N)
@@ -296,10 +292,21 @@ class ForwardPasses(Policy):
     def _work(self, batch: Batch | Shared, rows: Sequence[int]) -> Work:
         """Some rows' micro-batches: this replica's, and which rows all of them have."""
         groups = self._assigned(batch, rows)
-        return self._laid_out(self.plane.read(batch, _flat(groups)), groups)
-
-    def _packs(self, batch: Batch | Shared, rows: Sequence[int]) -> list[Pack]:
-        return self._work(batch, rows).packs
+        of_replicas = [[row for group in share for row in group] for share in groups]
+        share = self.plane.read(batch, of_replicas)
+        multiple = limits.pack_multiple(self.learner)
+        cp = self.layout.cp
+        packs = []
+        for mine in groups[self.place.replica]:
+            one = pack(share.sequences, share.at(mine), multiple, mine, cp)
+            if cp > 1:
+                one = split(one, self.place.cp, cp)
+            # the driver has the choices of all stages' layers
+            chosen_SLK = one.experts_SLK
+            if chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers):
+                one = replace(one, experts_SLK=chosen_SLK[:, self.own_layers])
+            packs.append(one.to(self.device))
+        return Work(of_replicas, packs)
 
     def _assigned(self, batch: Batch | Shared, rows: Sequence[int]) -> list[list[list[int]]]:
         """The batch's rows of each replica, by micro-batch."""
@@ -319,25 +326,6 @@ class ForwardPasses(Policy):
             in_step=layout.pp > 1,
         )
         return [[[rows[index] for index in group] for group in share] for share in shares]
-
-    def _laid_out(self, share: Share, groups: Sequence[Sequence[Sequence[int]]]) -> Work:
-        multiple = limits.pack_multiple(self.learner)
-        cp, rank = self.layout.cp, self.place.cp
-        packs = [
-            pack(share.sequences, share.at(mine), multiple, mine, cp)
-            for mine in groups[self.place.replica]
-        ]
-        packs = [split(one, rank, cp) for one in packs] if cp > 1 else packs
-        if self.layout.pp > 1:
-            packs = [replace(one, experts_SLK=self._own_experts(one.experts_SLK)) for one in packs]
-        return Work(_flat(groups), [one.to(self.device) for one in packs])
-
-    def _own_experts(self, chosen_SLK: Tensor | None) -> Tensor | None:
-        """Of this stage's layers; the driver has those of all."""
-        whole = chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers)
-        if whole and chosen_SLK is not None:
-            return chosen_SLK[:, self.own_layers]
-        return chosen_SLK
 
     def _run(
         self,

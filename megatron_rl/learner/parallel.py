@@ -7,8 +7,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,11 +58,17 @@ class LearnerRank:
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
         limit_new_threads_to_one_core()  # gloo's
-        with _meeting():
+        try:
             _join(self.rank, self.world_size, self.limit)
             # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
             self.device = _device()
             self.groups = self._form_groups(learner)
+        except dist.DistStoreError as error:
+            place = os.environ.get(RENDEZVOUS, "MASTER_ADDR")
+            raise RuntimeError(
+                f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder "
+                "is full, free space there, or set TMPDIR to another one"
+            ) from error
         require_same_place(self.place)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -212,19 +217,6 @@ def _join(rank: int, world_size: int, limit: timedelta) -> None:
     own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ
     found = {"store": _store(rank, world_size, limit)} if own else {"init_method": meeting}
     dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=limit)
-
-
-@contextmanager
-def _meeting() -> Iterator[None]:
-    """Say what to do where ranks cannot find each other."""
-    try:
-        yield
-    except dist.DistStoreError as error:
-        place = os.environ.get(RENDEZVOUS, "MASTER_ADDR")
-        raise RuntimeError(
-            f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder is "
-            "full, free space there, or set TMPDIR to another one"
-        ) from error
 
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:

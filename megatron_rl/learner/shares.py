@@ -197,27 +197,22 @@ class DataPlane:
         return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in got.items()})
 
     def collect(
-        self,
-        batch: Shared,
-        rows: Sequence[Sequence[int]],
-        name: str,
-        mine: Mapping[int, Tensor],
-        kind: Kind,
+        self, batch: Shared, rows: Sequence[Sequence[int]], mine: Mapping[int, Tensor]
     ) -> Tensor | None:
-        """A new column, on the driver: of each replica's `rows`, whose speaker has them in `mine`;
-        zero elsewhere.
+        """FP32 values of response tokens, on the driver: of each replica's `rows`, whose speaker
+        has them in `mine`; zero elsewhere.
         """
-        sizes, (dtype, shape) = batch.sizes(name), kind
+        sizes = batch.response_lengths_B.tolist()
         starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
         if self._driver:
-            found = torch.zeros(starts[-1], *shape, dtype=dtype)
+            found = torch.zeros(starts[-1])
         else:
             found = None
         for speaker, theirs in zip(self._speakers, rows, strict=True):
             if self._ranks.rank not in (0, speaker):
                 continue
-            for piece in _pieces(sorted(theirs), sizes, dtype.itemsize * prod(shape)):
-                data = torch.empty(sum(sizes[row] for row in piece), *shape, dtype=dtype)
+            for piece in _pieces(sorted(theirs), sizes, torch.float32.itemsize):
+                data = torch.empty(sum(sizes[row] for row in piece))
                 if self._ranks.rank == speaker:
                     data = torch.cat([data[:0], *(mine[row] for row in piece)])
                 if speaker != 0:

@@ -38,7 +38,7 @@ def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
     """
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     # pipeline stages and replicas have the same, or their own
-    packs = learner._packs(batch, range(len(batch)))
+    packs = learner._work(batch, range(len(batch))).packs
     found: list[dict[str, float]] = []
     for policy in (module for module in learner.modules if module.post_process):
         for mine in packs:

@@ -167,7 +167,7 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
         metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
-    each = len(learner.own_layers) * len(learner._packs(batch, range(len(batch))))
+    each = len(learner.own_layers) * len(learner._work(batch, range(len(batch))).packs)
     own_BT = learner.take_own_logprobs()
     assert (own_BT is None) == job["scored"] and learner.take_own_logprobs() is None
     return {
