@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 GPU_PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").read_text().split())
@@ -48,26 +46,6 @@ def test_an_interpreter_without_the_set_is_told_so(
     assert done.returncode == 2
     assert "make PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
-
-
-def test_pins_suit_every_interpreter_that_the_readme_names() -> None:
-    """The set that is installed here says for which releases of Python it is; the gpu set is for
-    3.12 alone.
-    """
-    pins = dict(line.split("==") for line in (ROOT / "constraints" / "cpu.txt").read_text().split())
-    line = re.search(r"^Python (.*), make", (ROOT / "README.md").read_text(), re.M)
-    named = line[1].split(" or ") if line else []
-    assert named == ["3.11", "3.12"]
-    for name, version in pins.items():
-        try:
-            about = metadata.metadata(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if about["Version"] == version and (needs := about["Requires-Python"]):
-            assert all(SpecifierSet(needs).contains(f"{release}.9") for release in named), (
-                name,
-                needs,
-            )
 
 
 def test_srun_is_told_how_many_cores_a_task_has() -> None:
