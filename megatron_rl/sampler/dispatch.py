@@ -22,7 +22,7 @@ from megatron_rl.sampler.client.interface import (
     RequestRefused,
     SamplerError,
 )
-from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.types import Prompt, SamplingParams
 
 TRIES = 4  # engines that may die over one prompt before the prompt is suspected
@@ -246,7 +246,7 @@ class Dispatcher:
         return [answer for answer in answers for _ in range(params.samples // distinct)]
 
     def _can_take_one(self, replica: Replica) -> bool:
-        current = replica.ready and not replica.updating and replica.version == self._served[-1]
+        current = replica.state is State.ready and replica.version == self._served[-1]
         load = self._load[replica.name]
         # one engine alone is given everything: what shares its batches must not hang on when
         # something was finished
@@ -280,7 +280,11 @@ class Dispatcher:
         with yet.
         """
         given = self._running[answering]
-        if not given.replica.updating or answering.cancelled() or answering.exception() is not None:
+        if (
+            given.replica.state is not State.updating
+            or answering.cancelled()
+            or answering.exception() is not None
+        ):
             return False
         return bool(self._other_versions(given, answering.result()))
 
@@ -340,7 +344,7 @@ class Dispatcher:
         """
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
-            if any(replica.updating for replica in self._replicas):
+            if any(one.state in (State.behind, State.updating) for one in self._replicas):
                 deadline = time.monotonic() + self._patience_s
             remaining = deadline - time.monotonic()
             if remaining <= 0 or all(replica.given_up for replica in self._replicas):

@@ -149,7 +149,7 @@ class Replicas:
             **status,
             "name": one.name,
             "ready": one.ready and (await one.look()).alive,
-            "reason": one.given_up or one.reason,
+            "reason": one.reason,
             "pid": one.process.pid if one.process else None,
         }
 

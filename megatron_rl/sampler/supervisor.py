@@ -168,7 +168,7 @@ class Supervisor:
             await self._child.open()
             await self._child.start(replica.process.settings.arguments, state.start_timeout_s)
             await asyncio.to_thread(replica.process.note_shared_memory)
-        else:
+        elif self._start is None:
             await self._connect()
         await self._unless_gone(self._make_current())
         if again:
@@ -203,16 +203,16 @@ class Supervisor:
         if state.init_info is not None:
             await replica.engine.update("init", **state.init_of(replica))
         replica.cache_tokens = (await replica.engine.status()).get("cache_tokens", 0)
-        replica.up = True  # an update that comes now may reach it first
+        replica.come_up()
         if not self.first_start.done():
             self.first_start.set_result(None)
         async with state.updating:
+            if not replica.up:
+                raise EngineGone(replica.reason)
             if replica.version != state.version:
                 for step, by_format in state.kept_update:
                     await replica.engine.update(step, **by_format.get(replica.format, {}))
-                replica.version = state.version
-            replica.ready = True
-            replica.reason = ""
+            replica.hold(state.version)
 
     async def _until_healthy(self) -> None:
         replica = self.replica
@@ -289,16 +289,16 @@ class Supervisor:
             await asyncio.to_thread(process.end)
             replica.process = None
         if not self.first_start.done():
-            replica.given_up = details
+            replica.give_up(details)
             self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
         elif state.transport != Transport.file:
-            replica.given_up = (
+            replica.give_up(
                 f"an engine that dies comes back with sync.transport=file alone: {details}"
             )
         elif self._start is None:
             await asyncio.sleep(PROBE_EVERY_S)
         elif replica.restarts >= MAX_RESTARTS:
-            replica.given_up = f"given up after {MAX_RESTARTS} restarts: {details}"
+            replica.give_up(f"given up after {MAX_RESTARTS} restarts: {details}")
             state.note(f"{replica.name} is given up after {MAX_RESTARTS} restarts: {reason}")
         else:
             replica.restarts += 1

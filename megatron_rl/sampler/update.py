@@ -128,7 +128,7 @@ class Updates:
             raise SamplerError(
                 f"{lost[0].name} is lost, and with sync.transport=nccl nothing reaches the others "
                 "without it: the run ends here, and goes on from its last checkpoint (by itself "
-                f"with --attempts). What became of it: {lost[0].given_up or lost[0].reason}"
+                f"with --attempts). What became of it: {lost[0].reason}"
             )
 
     async def begin(self) -> None:
@@ -177,7 +177,7 @@ class Updates:
         told = list(self._told)
         began = time.perf_counter()
         for replica, _ in self._taken_by:
-            replica.updating = True
+            replica.begin_update()
         try:
             stand = len(self._taken_by) > 1
             states = await self._tell("finish", {}, keep_cache=state.keep_cache, stand=stand)
@@ -185,9 +185,7 @@ class Updates:
             state.served.append(slowest["policy_version"])
             state.kept_update = [*told, ("finish", {})]
             for replica in self._taking:
-                replica.version = state.version
-                replica.ready = True
-                replica.reason = ""
+                replica.hold(state.version)
             if stand:
                 await self._resume()
         except BaseException:  # of every kind: one that was interrupted may have either version
@@ -195,7 +193,7 @@ class Updates:
             raise
         finally:
             for replica in self._replicas:
-                replica.updating = False
+                replica.end_update()
             await self._end()
             state.tell()
         return slowest | {"pause_s": self._stood_s + time.perf_counter() - began}

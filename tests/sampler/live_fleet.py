@@ -98,12 +98,12 @@ class LiveFleet:
         """As a fleet of one server would give them."""
         others = [each for each in self.replicas if each is not one]
         for each in others:
-            each.updating = True  # is given no prompt
+            each.begin_update()  # is given no prompt
         try:
             return self.rollouts(prompts)
         finally:
             for each in others:
-                each.updating = False
+                each.end_update()
 
     @contextmanager
     def collecting(self) -> Iterator[list[Rollout]]:

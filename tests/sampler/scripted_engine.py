@@ -20,7 +20,7 @@ from megatron_rl.sampler.client.interface import (
     SamplerError,
     UpdateStep,
 )
-from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.replica import Replica, State
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -158,8 +158,7 @@ def replica(name: str = "a", ready: bool = True, version: int = 0, **script: Any
         Format.none,
         ScriptedEngine(name, version, **script),
         version=version,
-        up=ready,
-        ready=ready,
+        state=State.ready if ready else State.down,
     )
 
 

@@ -10,7 +10,7 @@ from scripted_engine import replica, until
 
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
-from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.replica import Replica, State
 from megatron_rl.sampler.sampler import request_seed
 from megatron_rl.types import Prompt, SamplingParams
 
@@ -184,16 +184,16 @@ def test_an_answer_may_come_before_the_news_of_its_weights(loaded: bool):
     served = [4]
     one = replica("one", version=4, lie=((5, 2),))
     spare = replica("spare", version=3)
-    one.engine.once = lambda: one.updating
+    one.engine.once = lambda: one.state is State.updating
 
     async def update(dispatcher: Dispatcher, gone) -> None:
         await until(lambda: one.engine.asked)
-        one.updating = True
+        one.begin_update()
         await until(lambda: dispatcher._over)
         await asyncio.sleep(0.01)
         assert one.ready
         served.extend([5] * loaded)  # else another engine could not load them
-        one.updating = False
+        one.end_update()
         spare.version = served[-1]
         spare.engine.version = served[-1]
         dispatcher.changed.set()
@@ -232,7 +232,7 @@ def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do()
 
 def test_servers_that_were_given_up_are_not_waited_for():
     ended = replica("server 0", ready=False)
-    ended.given_up = "given up after 3 restarts:\nRuntimeError: no room"
+    ended.give_up("given up after 3 restarts:\nRuntimeError: no room")
     with pytest.raises(
         SamplerError, match=r"given up after 3 restarts\. Read.*\nserver 0:\nRuntimeError: no room"
     ):
@@ -242,13 +242,13 @@ def test_servers_that_were_given_up_are_not_waited_for():
 def test_a_server_that_comes_back_is_used():
     only = replica(dies_at=2)
     ended = replica("ended", ready=False)
-    ended.given_up = "given up after 3 restarts"
+    ended.give_up("given up after 3 restarts")
 
     async def restart(dispatcher, gone):
         await until(lambda: not only.ready)
         only.engine.dies_at = None
-        only.ready = True
-        only.version = 0
+        only.come_up()
+        only.hold(0)
         dispatcher.changed.set()
 
     assert tokens(run([only, ended], 6, during=restart, patience_s=120)) == expected(6)
@@ -344,12 +344,12 @@ def test_two_share_the_servers_and_neither_starves():
 
 def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_meanwhile():
     only = replica()
-    only.updating = True
+    only.begin_update()
 
     async def update(dispatcher, gone):
         await asyncio.sleep(0.4)
         assert only.engine.asked == []
-        only.updating = False
+        only.end_update()
         dispatcher.changed.set()
 
     assert tokens(run([only], 2, patience_s=0.1, during=update)) == expected(2)

@@ -277,7 +277,7 @@ def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt
 def test_a_server_answers_like_an_engine_of_the_run(live, far):
     live.update(5)
     held = live.replicas[0]
-    held.updating = True  # is given no prompt
+    held.begin_update()  # is given no prompt
     try:
         answers = []
         for sampler in (far, live.sampler):
@@ -286,7 +286,7 @@ def test_a_server_answers_like_an_engine_of_the_run(live, far):
             kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4, step=0)
             answers.append(several + kept)
     finally:
-        held.updating = False
+        held.end_update()
     assert essence(answers[0]) == essence(answers[1])
     for one, other in zip(*answers, strict=True):
         assert all(

@@ -150,7 +150,7 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
         seen = []
         await updated(state, 4)
         state.transport = Transport.file if restarts else Transport.nccl
-        changed = SimpleNamespace(set=lambda: seen.append((one.ready, bool(one.given_up))))
+        changed = SimpleNamespace(set=lambda: seen.append((one.ready, one.given_up)))
         state.dispatchers.append(SimpleNamespace(changed=changed))
         supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
         supervisor.start_process = lambda: setattr(one, "process", dying(one))
@@ -164,7 +164,7 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     one, notes = run(use)
     said = "given up after 3 restarts" if restarts else "sync.transport=file alone"
     assert one.restarts == restarts
-    assert f"{said}: {why}. The end of sampler_0.log:\nRuntimeError: no room" in one.given_up
+    assert f"{said}: {why}. The end of sampler_0.log:\nRuntimeError: no room" in one.reason
     assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [
         f"server 0 {what}" for what in told
     ]

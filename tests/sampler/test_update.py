@@ -11,7 +11,7 @@ from scripted_engine import HANG_S, ScriptedEngine, replica, until
 
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
-from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.sampler.supervisor import SamplerState
 from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -65,7 +65,7 @@ def swapped(
             assert not state.updating.locked(), "others may begin"
 
     state, result = run(use)
-    assert not any(one.updating for one in replicas)
+    assert not any(one.state is State.updating for one in replicas)
     assert not any(one.ready and one.engine.stands for one in replicas), "left standing"
     return state, replicas, events, result
 
@@ -228,13 +228,15 @@ def test_an_interrupted_swap_leaves_no_engine_in_doubt(loads_first):
 
     async def use(state: SamplerState) -> None:
         updating = asyncio.ensure_future(loaded(Updates(replicas, state)))
-        await until(lambda: one.updating and (one.engine.version == 1 or not loads_first))
+        await until(
+            lambda: one.state is State.updating and (one.engine.version == 1 or not loads_first)
+        )
         await asyncio.sleep(0.01)
         updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating
         assert one.ready != loads_first
-        assert not one.updating
+        assert one.state is not State.updating
         assert (events[-1] == "engine 0: resume") == one.ready
 
     run(use)
@@ -269,7 +271,7 @@ def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
         await updates.begin()
         state.take_out(back, "killed")
         back.engine = ScriptedEngine()
-        back.up = True
+        back.come_up()
         await updates.stage({Format.none: {"policy_version": 1}})
         await updates.finish()
 
@@ -289,7 +291,7 @@ def test_an_update_outlives_the_last_engine(step):
         updating = asyncio.ensure_future(loaded(Updates(replicas, state), background=True))
         await until(lambda: not one.up)
         one.engine = ScriptedEngine("engine 1")
-        one.up = True
+        one.come_up()
         return await updating
 
     assert run(use, start_timeout_s=HANG_S)["policy_version"] == 1
@@ -359,7 +361,7 @@ def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None
         await asyncio.sleep(0)
         state.take_out(dying, "killed")
         dying.engine = ScriptedEngine("again")
-        dying.up = True
+        dying.come_up()
         staged.set()
         await staging
         assert dying.up
@@ -374,15 +376,16 @@ def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_sleep_waits_for_an_engine_that_is_being_started(comes_back: bool):
     (well, late), events = several({}, {})
-    late.ready = False
+    late.state = State.down
     late.process = SimpleNamespace()
 
     async def use(state: SamplerState) -> None:
         sleeping = asyncio.ensure_future(Updates([well, late], state).sleep(1))
         await asyncio.sleep(0.05)
         assert not events, "the learner would find no room"
-        late.ready = comes_back
-        late.up = comes_back
+        if comes_back:
+            late.come_up()
+            late.hold(state.version)
         late.process = late.process if comes_back else None
         await sleeping
 
