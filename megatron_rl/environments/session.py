@@ -12,42 +12,23 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
-from megatron_rl.environments.pool import EnvironmentFailed
+from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentProcess
 from megatron_rl.environments.stops import CALLS, ended
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.rewards.user_process import as_json
 from megatron_rl.sampler.client.interface import Completion
+from megatron_rl.sampler.sampler import Turns
 from megatron_rl.types import SessionTurn, ToolFormat
 
 T = TypeVar("T")
 MOST_CALLS = 16  # of one answer; what is above is answered with an error
 WORKERS = 4  # threads that render and tokenize, for all sessions
 MOST_CHARACTERS = 64  # of a token: what has more is not encoded
-
-
-class Asks(Protocol):
-    """What a session needs of the engines: sampler.Turns is one."""
-
-    async def ask(
-        self,
-        tokens: Sequence[int],
-        *,
-        max_tokens: int,
-        seed: int,
-        key: str,
-        tools: ToolFormat | None = None,
-    ) -> tuple[Completion, str]: ...
-
-
-class AnswersRequests(Protocol):
-    """What a session needs of the environment: pool.EnvironmentProcess is one."""
-
-    async def ask(self, what: dict[str, Any], seconds: float) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +98,7 @@ class Policy:
     """
 
     def __init__(
-        self, engines: Asks, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
+        self, engines: Turns, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
     ) -> None:
         """`seeds`: of each turn's number."""
         self.transcript = Transcript(
@@ -293,7 +274,7 @@ class EnvironmentSession:
     """
 
     def __init__(
-        self, policy: Policy, process: AnswersRequests, rules: Rules, tokenizer: FolderTokenizer
+        self, policy: Policy, process: EnvironmentProcess, rules: Rules, tokenizer: FolderTokenizer
     ) -> None:
         self._policy = policy
         self._process = process

@@ -9,20 +9,12 @@ complete.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from megatron_rl.config.schema import Sleep
 from megatron_rl.engine.readiness import CACHE, WEIGHTS
+from megatron_rl.sampler.sampler import Sampler
 
 SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
-
-
-class Sleeper(Protocol):
-    """The two calls of a sampler that its sleep needs."""
-
-    def sleep(self, level: int = 1) -> None: ...
-
-    def wake(self, tags: list[str] | None = None) -> None: ...
 
 
 class SleepSchedule:
@@ -30,7 +22,7 @@ class SleepSchedule:
     sleep.
     """
 
-    def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
+    def __init__(self, sampler: Sampler, mode: Sleep) -> None:
         self._sampler = sampler
         self._level = SLEEP_LEVELS.get(mode)
         self._asleep = False

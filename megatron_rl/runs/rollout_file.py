@@ -69,7 +69,6 @@ SCHEMA = pa.schema(
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 # where there is any
 _OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "credit")
-_OF_EXPERTS = ("experts", "experts_shape")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]

@@ -126,25 +126,15 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "tools of others": (
-        {**HELLO, "tools": [{"name": "add"}]},
-        "tools[0]: Object missing required field `function`",
-    ),
     "not JSON": (b"{", "the request is not JSON"),
     "half a pair": (said("\ud800"), "surrogates not allowed"),
-    "a list": ([], "no JSON object"),
     "deep": (b"[" * 10_000, "is not JSON"),
-    "no messages": ({}, "`messages`"),
     "no role": (
         {"messages": [{"content": "x"}]},
         "messages[0]: Object missing required field `role`",
     ),
-    "a text": ({"messages": ["function"]}, "messages[0]: Expected `object`, got `str`"),
-    "odd": (said(7), "messages[0].content: Expected `str"),
     "an image": (said([{"type": "image_url"}]), "messages[0].content[0].type: "),
-    "calls": (said("", tool_calls=[{"function": 5}]), "messages[0].tool_calls[0].function: "),
     "none": ({**HELLO, "max_tokens": -1}, "max_tokens: "),
-    "true tokens": ({**HELLO, "max_completion_tokens": True}, "max_completion_tokens: "),
     "too long": (said("x " * 400), "rollout.max_context_tokens"),
     "a long role": (
         {"messages": [{"role": "x" * 100_000, "content": ""}]},
@@ -155,17 +145,12 @@ REFUSED = {
 CANNOT = [
     ("stream", True),
     ("n", 2),
-    ("n", True),
     ("n", 1.0),
     ("logprobs", True),
-    ("best_of", 3),
     ("logit_bias", {"5": 1}),
     ("tool_choice", "required"),
-    ("tool_choice", {"function": {"name": "add"}}),
-    ("functions", [{"name": "x"}]),
     ("response_format", {"type": "json_object"}),
     ("model", "gpt-5"),
-    ("guided_json", {}),
     ("echo", True),
 ]
 IGNORED = {
@@ -180,13 +165,14 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *CANNOT], ids=str)
-def test_what_cannot_be_asked_is_refused_with_a_sentence(asked: Asked, case: Any) -> None:
-    body, why = (
-        REFUSED[case] if isinstance(case, str) else ({**HELLO, case[0]: case[1]}, f"{case[0]}: ")
-    )
-    status, said = asked(body)
-    assert (status, why in said["error"]["message"]) == (400, True), said
-    full = said["error"]["code"] == "context_length_exceeded"
+def test_what_cannot_be_asked_is_refused_by_its_field(asked: Asked, case: Any) -> None:
+    if isinstance(case, str):
+        body, why = REFUSED[case]
+    else:
+        body, why = {**HELLO, case[0]: case[1]}, f"{case[0]}: "
+    status, reply = asked(body)
+    assert (status, why in reply["error"]["message"]) == (400, True), reply
+    full = reply["error"]["code"] == "context_length_exceeded"
     assert full == ("rollout.max_context_tokens" in why)
     assert asked({**HELLO, **IGNORED})[0] == 200
     assert asked.policy.transcript.end == "done", "what was too long before has not ended it"
@@ -323,7 +309,6 @@ STOPS = {  # what is sampled, the stops, what the agent gets, and what is sample
         "Act: add",
         "Act: add\nObservation:",
     ),
-    "none of it": ("41", ["x"], "41", "41<|im_end|>"),
     "the first of two": ("a b c", ["c", "b"], "a ", "a b"),
     "the shorter of two": ("a bc", ["bc", "b"], "a ", "a b"),
     "at once": ("41", "4", "", "4"),

@@ -75,8 +75,6 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
 
 MISTAKES = {
     "an unknown tool": (call("divide", a=1), "there is no tool 'divide'"),
-    "it says nothing": (call("nothing"), "null"),
-    "a wrong type": (call("add", a="twelve"), "a: Input should be a valid integer"),
     "too much": (call("add", a=1, c=2), "c: Extra inputs are not permitted"),
     "it raises": (call("raises"), "nothing there"),
     "half a pair": (call("add", a="\ud800"), "not a JSON object"),
@@ -86,7 +84,6 @@ MISTAKES = {
     "it interrupts": (call("interrupts"), "error: KeyboardInterrupt"),
     "no mapping": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
     "no call": ("<tool_call>{add 1", "the tool call could not be read"),
-    "no call of Qwen3-Coder's": ("<function=add{", "the tool call could not be read"),
     "seventeen": (call("add", a=1) * 17, "more than 16 calls"),
 }
 
@@ -99,10 +96,7 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
         return "42" if "<|im_start|>tool" in text else said
 
     limit_s = 2.0 if mistake == "it hangs" else 60.0
-    parser = "qwen3_coder" if "Coder" in mistake else "hermes"
-    with Played(
-        tmp_path, says, response=2048, context=16384, tool_parser=parser, tool_timeout_s=limit_s
-    ) as played:
+    with Played(tmp_path, says, response=2048, context=16384, tool_timeout_s=limit_s) as played:
         ((rollout,),) = played.play()
         assert told in played.text(rollout)
         assert (rollout.session.reward, rollout.session.error) == (1.0, None)
@@ -114,18 +108,14 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
 FAULTS = {
     "reset raises": "no such task",
     "reset hangs": "not done within 3 s",
-    "hangs": "not done within 3 s",
     "hangs on": "no reply within 3 s: its process was killed",
     "swallows": "not done within 3 s",
     "dies": "died",
     "raises": "RuntimeError: half a pair ?",
-    "exits": "SystemExit",
     "nothing": "step returned NoneType",
     "no message": "nothing to answer",
-    "odd reward": "could not convert",
     "memory": "MemoryError",
     "nan": "nan is no finite number",
-    "huge": "1.7e+308 is no finite number",
     "patches": "sent something else than a reply",
     "long calls": "environment.observation_tokens=512 takes",
 }
@@ -316,8 +306,7 @@ def test_turns_have_their_own_credit(tmp_path: Path, credit: str) -> None:
     by_turn = {
         turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0
     }
-    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1; advantages as `hostile` says
-    # them
+    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1
     assert by_turn == ({0: -0.5, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
 
 

@@ -190,29 +190,13 @@ MISTAKES = {
     "a syntax error": ("def right(row:\n", "SyntaxError: "),
     "an exception": ("raise RuntimeError('no licence')\n", "RuntimeError: no licence"),
     "sys.exit": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
-    "sys.exit without a word": ("raise SystemExit\n", "SystemExit"),
     "the end of the process": ("import os; os._exit(0)\n", "the reward worker died at its start"),
-    "a crash": (
-        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
-        "the reward worker died at its start",
-    ),
-    "no such function": ("def left(row, answer_key, response): ...\n", "has no attribute 'right'"),
     "two parameters": (
         "def right(row, response): ...\n",
         "is called as (row, answer_key, response)",
     ),
-    "four parameters": (
-        "def right(row, a, b, c): ...\n",
-        "is called as (row, answer_key, response)",
-    ),
-    "named parameters": (
-        "def right(*, row, answer_key, response): ...\n",
-        "is called as (row, answer_key, response)",
-    ),
     "no function": ("right = 5\n", "is int, not a function"),
     "a coroutine": ("async def right(row, a, r): ...\n", "gives no number when it is called"),
-    "a generator": ("def right(row, a, r): yield 1\n", "gives no number when it is called"),
-    "an import that is missing": ("import no_such_thing\n", "No module named 'no_such_thing'"),
 }
 
 
