@@ -43,9 +43,9 @@ CASES = {
     "tools": Case("tools"),
     "experts": Case("experts", ("learner.router=own",)),
     "replay": Case("experts"),
-    "ahead": Case("quickstart", ("rollout.ahead=1",)),
+    "ahead": Case("quickstart", ("rollout.ahead=1", "rollout.dynamic_sampling=false")),
     "resume": Case("quickstart", ("run.steps=3",), then=("run.steps=6", "run.if_exists=resume")),
-    "sft": Case("toy_sft"),
+    "sft": Case("toy_sft", ("eval.every=5",)),
     "fp8": Case("quickstart_fp8"),
     "cp2": Case("quickstart", ("learner.tensor_parallel=1", "learner.context_parallel=2")),
 }
