@@ -71,19 +71,9 @@ def test_what_a_sampler_asks_passes(method, arguments):
     ("ids", "why"),
     [
         ([101], "101 is beyond the vocabulary of 101"),
-        ([1, 10**6, 2], "1000000 is beyond"),
         ([-1], "tokens"),
-        ([2**63], "tokens"),
-        ([True], "bool"),
         ([1.5], "float"),
-        ([[1]], "array"),
-        (["1"], "str"),
-        ([None], "None"),
         ([], "length >= 1"),
-        (None, "None"),
-        ("1", "str"),
-        ({"0": 1}, "object"),
-        (b"\1", "bytes"),
         ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
     ],
     ids=lambda value: str(value)[:20],
@@ -98,29 +88,15 @@ def test_token_ids_are_checked(ids, why):
     [
         {"max_tokens": 48},
         {"max_tokens": 0},
-        {"max_tokens": 2**63},
-        {"max_tokens": 1.5},
-        {"max_tokens": True},
-        {"seed": -1},
         {"seed": 2**63},
         {"stop_token_ids": [101]},
-        {"stop_token_ids": [-1]},
-        {"patient": 1},
-        {"top_p": 0},
         {"top_p": 2},
         {"top_k": -2},
-        {"temperature": -1},
-        {"temperature": "1"},
         {"candidates": 10000},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"policy_version": -2},
-        {"policy_version": "main"},
-        {"n": 2},
         {"logit_bias": {"1000": 1}},
-        {"allowed_token_ids": [1000]},
-        {"extra_args": {}},
-        {"structured_outputs": {}},
     ],
     ids=str,
 )
@@ -133,7 +109,7 @@ DEEP = b"\x91" * 100_000  # lists in lists
 
 @pytest.mark.fault("odd arguments: other types, other names", "refused at the door")
 @pytest.mark.parametrize("method", REQUESTS)
-@pytest.mark.parametrize("arguments", [None, [], "x", 1, {"x": 1}, {"method": "status"}], ids=str)
+@pytest.mark.parametrize("arguments", [None, {"x": 1}], ids=str)
 def test_odd_arguments_are_refused(method, arguments):
     refusal(method, arguments)
 
@@ -151,20 +127,14 @@ def test_odd_arguments_are_refused(method, arguments):
                 "__class__",
                 "shutdown",
                 "save_sharded_state",
-                "getattr",
-                "llm",
-                "step",
                 "x" * 999,
             )
         ),
-        ("status", {"timeout": 1}),
-        ("start_weight_update", {"x": 1}),
         *(
             ("update_weights", {"update_info": info})
             for info in (
                 {},
                 UPDATE | {"writers": 0},
-                UPDATE | {"directory": 1},
                 UPDATE | {"pickled": b"x"},
             )
         ),
@@ -173,8 +143,6 @@ def test_odd_arguments_are_refused(method, arguments):
         ("wake", {"tags": ["all"]}),
         ("cancel", {"requests": [-1]}),
         ("values", SEEN | {"sequences": [[101]]}),
-        ("values", SEEN | {"sequences": [[]]}),
-        ("values", SEEN | {"sequences": [[1]], "kind": "weights"}),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -204,11 +172,8 @@ MEETING = {
         ("file", {"abandon": "x"}, "abandon"),
         ("nccl", UPDATE, "directory"),
         ("nccl", NAMED | {"ipc_handles": {}}, "ipc_handles"),
-        ("nccl", {"abandon": "x", "more": 1}, "more"),
         ("nccl", NAMED | {"dtype_names": ["load"]}, "dtype_names"),
         ("nccl", NAMED | {"shapes": [[2**31]]}, "shapes"),
-        ("nccl", NAMED | {"dtype_names": ["int8\n"]}, "dtype_names"),
-        ("ipc", NAMED, "ipc_handles"),
         (
             "ipc",
             NAMED | {"ipc_handles_pickled": "gASV", "tensor_sizes": [2]},
@@ -221,10 +186,7 @@ MEETING = {
         ),
         *((other, MEETING, "master_address") for other in ("file", "ipc")),
         ("nccl", {"packed": True}, "master"),
-        *(
-            ("nccl", MEETING | odd, *odd)
-            for odd in ({"master_port": 0}, {"rank_offset": 0}, {"nccl_unique_id_b64": 1})
-        ),
+        ("nccl", MEETING | {"nccl_unique_id_b64": 1}, "nccl_unique_id_b64"),
     ],
     ids=str,
 )
@@ -242,22 +204,10 @@ def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
     "content",
     [
         b"",
-        b"\xc0",
-        b"\xc1",
         DEEP,
-        b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP,
-        b"\xff\xfe\x00",
-        b"{}",
-        encode("x"),
-        encode({}),
-        encode([1]),
         encode([{"id": 1, "method": "status"}]),
-        encode([{"id": -1, "method": "status", "arguments": {}}]),
-        encode([{"id": 1, "method": 5, "arguments": {}}]),
-        encode([{"id": True, "method": "status", "arguments": {}}]),
         encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]),
         encode([]) + b" ",
-        b"\xdd\xff\xff\xff\xff",
         b"\x91\x81\xa2id\xa1\xff",
     ],
     ids=lambda content: repr(content[:24]),
