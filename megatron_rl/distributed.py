@@ -34,6 +34,7 @@ def exchange(value: Any) -> list[Any]:
     ]
 
 
+MARGIN_S = 120.0
 WAIT_ON = -1  # in the place of a size: what the others wait for is still to come
 _waited_for = threading.Lock()  # held by whoever sends to all while `waited_for` is open
 _open = False
@@ -51,6 +52,16 @@ def waited_for() -> Iterator[None]:
     finally:
         with _waited_for:
             _open = False
+
+
+def collective_timeout_s(
+    hang_timeout_s: float, start_timeout_s: float, request_timeout_s: float
+) -> float:
+    """torch's own timeout: longer than any rank may be late, even where nothing watches. Rank 0
+    tells the others every now and then to wait on; in a sync they wait for three answers of the
+    engines, and first for their start.
+    """
+    return max(hang_timeout_s, start_timeout_s + 3 * request_timeout_s) + MARGIN_S
 
 
 def tell_to_wait() -> None:

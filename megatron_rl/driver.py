@@ -39,7 +39,6 @@ from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
 from megatron_rl.survival.stop_request import StopRequest
-from megatron_rl.survival.trouble import timeouts
 from megatron_rl.types import Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
@@ -114,7 +113,6 @@ class Driver:
     def _open(self, run_dir: Path) -> None:
         config = self._config
         folder = self._config.model.folder
-        self.recorder.note(f"timeouts {timeouts(config.run, config.sampler, config.reward)}")
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": config.reward.needs_answer or config.rollout.supervised}
         train = load_dataset(

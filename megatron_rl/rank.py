@@ -17,12 +17,11 @@ from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
-from megatron_rl.processes.folder_lock import current
-from megatron_rl.processes.pulse import Beats
-from megatron_rl.processes.stacks import show_on_request
-from megatron_rl.runs.run_dir import LAUNCHER
+from megatron_rl.processes.heartbeat import Heartbeat
+from megatron_rl.runs.causes import write_end
+from megatron_rl.runs.run_dir import LAUNCHER, RunDir
 from megatron_rl.survival.attempts import REFUSED
-from megatron_rl.survival.watch import RankGuard, Watch
+from megatron_rl.survival.watch import RankWatch
 
 
 def main(run_dir: Path, parent: int) -> None:
@@ -62,24 +61,25 @@ def run_rank(config: Config, run_dir: Path) -> None:
         if rank or name not in DRIVER_SECRETS:
             del os.environ[name]
     os.environ.update(compiled_code())
-    show_on_request()
-    beats = Beats(run_dir, rank)
+    faulthandler.register(process.SHOW_STACKS, all_threads=True)
+    heartbeat = Heartbeat(run_dir, rank)
     launcher = int(os.environ.get(LAUNCHER, "0")) or None
-    beats.each.append(
-        RankGuard(Watch(run_dir, config.run.hang_timeout_s, current(), launcher=launcher), rank)
-    )
-    beats.start()
+    heartbeat.each.append(RankWatch(run_dir, config.run.hang_timeout_s, rank, launcher))
+    heartbeat.start()
     with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
         from megatron_rl.learner.modules import host  # before anything imports megatron
         from megatron_rl.train import train
 
-    beats.each.append(tell_to_wait)
+    heartbeat.each.append(tell_to_wait)
     try:
         host.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
+    except Exception as error:
+        write_end(RunDir(run_dir).logs, rank, error)
+        raise
     finally:
-        beats.end()
+        heartbeat.end()
         force_exit_after_last_word()
 
 

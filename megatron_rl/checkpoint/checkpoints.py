@@ -41,6 +41,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 class TornCheckpoint(ConfigError):
     """A checkpoint that is not whole: the text says what is wrong with it."""
 
+    hint = (
+        "`megatron-rl checkpoints RUN` says which are whole; run.if_exists=resume passes over the "
+        "others."
+    )
+
 
 class DriverState(msgspec.Struct, frozen=True):
     """The part of a manifest that rank 0 goes on from."""

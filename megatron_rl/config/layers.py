@@ -40,6 +40,8 @@ COMMAND_LINE = "the command line"
 class ConfigError(Exception):
     """A configuration that cannot run. The message names the key, the value and the way out."""
 
+    hint = "`megatron-rl train RECIPE --dry-run` checks the other keys as well."
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -23,7 +23,6 @@ from megatron_rl.processes.process import (
     keep_to,
     leave_to_the_driver,
 )
-from megatron_rl.processes.stacks import show_on_request
 
 
 class ParentLine:
@@ -58,7 +57,6 @@ def run(
     """
     die_with_parent(parent)
     leave_to_the_driver()
-    show_on_request()
     keep_to(cores)
     try:
         _serve(ParentLine(descriptor), opened)

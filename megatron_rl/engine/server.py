@@ -4,7 +4,7 @@ HOST PORT`.
 The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A
 WebSocket at /engine carries the same messages as the socket of a child, held against their forms
 (messages.py), behind a key, with strangers kept few (server_access.py). GET /health says whether
-the engine answers, works, or hangs. There is nothing else.
+the engine answers, is busy, or is stopped. There is nothing else.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from megatron_rl.engine.messages import LONGEST_TRANSMISSION, checked, transmiss
 from megatron_rl.engine.server_access import Connection, Message, Receive, RequireKey, Send
 from megatron_rl.engine.service import Frame, Service
 from megatron_rl.processes.channel import Refused
-from megatron_rl.processes.pulse import Heartbeat
+from megatron_rl.processes.health import EngineHealth
 
 PING_S = 20.0  # of a connection on which nothing is said
 
@@ -50,7 +50,8 @@ class Door:
     """The ASGI application of a server."""
 
     def __init__(self, engine: Engine, service: Service) -> None:
-        self._service, self._heartbeat = service, Heartbeat(self._ask_status, os.getpid())
+        self._service = service
+        self._health = EngineHealth(self._ask_status, os.getpid())
         self._bounds = engine.vocabulary, engine.longest, engine.transport
         self._instance = uuid.uuid4().hex
 
@@ -60,7 +61,7 @@ class Door:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif (scope["method"], scope["path"]) == ("GET", "/health"):
-            await _answer(send, *await self._heartbeat.look())
+            await _answer(send, *await self._health.look())
         else:
             await _answer(
                 send,

@@ -22,7 +22,7 @@ import msgspec
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.environments.environment import as_messages
-from megatron_rl.processes import pulse
+from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import LENGTH, Channel
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
@@ -149,7 +149,7 @@ class EnvironmentProcess:
         except BaseException:
             self.kill()  # cancelled in the middle: what it says next is no answer to anything
             raise
-        pulse.mark()
+        heartbeat.mark()
         if reply.error is not None:
             raise EnvironmentFailed(reply.error)
         return reply.value

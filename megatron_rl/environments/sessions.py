@@ -29,7 +29,7 @@ from megatron_rl.environments.conversation import Row
 from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
 from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
-from megatron_rl.processes.pulse import waiting
+from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler, Turns, answered, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Session
@@ -174,7 +174,7 @@ class SessionsAnswering:
         # for environments, and engines
         limit_s = max(getattr(self._player.rules.section, key), self._patience_s)
         groups: list[list[Rollout]] = []
-        with waiting("", limit_s, f"environment.{key}"):
+        with waiting("", limit_s):
             while not groups or not self._done.empty():
                 try:
                     found = self._done.get(timeout=LOOK_S)

@@ -37,7 +37,7 @@ from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import DataPlane, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
-from megatron_rl.processes.pulse import mark
+from megatron_rl.processes.heartbeat import mark
 from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
 

@@ -37,6 +37,12 @@ OF_BATCH = "batch."
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is not a number ends the run."""
 
+    hint = (
+        "`megatron-rl rerun-step DUMP` repeats the update and names the first value that is no "
+        "number. Then lower optim.lr or optim.megatron.clip_grad; "
+        "learner.on_nonfinite=skip_and_dump goes on without the update."
+    )
+
 
 class NonFiniteUpdates:
     """Skips an update whose loss or gradient norm is no number, or ends the run; on all ranks

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config import schema
 from megatron_rl.config.schema import Offload, Precision, Sleep
-from megatron_rl.distributed import exchange
+from megatron_rl.distributed import collective_timeout_s, exchange
 from megatron_rl.learner import weights
 from megatron_rl.learner.modules import host
 from megatron_rl.learner.modules.logprobs import VocabShare
@@ -38,7 +38,6 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.survival.trouble import collective_s
 
 RANDOM = "rng."
 TRACKER = f"{RANDOM}tracker."
@@ -77,7 +76,11 @@ class Policy:
         self.run = sections.run
         self.learner = sections.learner
         self.optim = sections.optim
-        timeout_s = collective_s(self.run.hang_timeout_s, sections.sampler)
+        timeout_s = collective_timeout_s(
+            sections.run.hang_timeout_s,
+            sections.sampler.start_timeout_s,
+            sections.sampler.request_timeout_s,
+        )
         self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, timeout_s)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver = self.ranks.is_driver

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 import psutil
 
@@ -114,6 +114,8 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
 # "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 STOP_AFTER_STEP = signal.SIGUSR1
+# A rank writes its Python stacks to its log.
+SHOW_STACKS = signal.SIGUSR2
 # From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to
 # wait for.
 AT_ONCE = signal.SIGHUP
@@ -227,32 +229,13 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
 
 
-class Work(NamedTuple):
-    """What processes have done so far, by the kernel's books."""
-
-    cpu_s: float
-    turns: int  # how often their main threads were given a core, or gave it back
-    stopped: tuple[int, ...]  # those that SIGSTOP holds
-
-
-def work_below(pid: int, itself: bool = False) -> Work:
-    """The work of all processes below this one; with its own, if wanted."""
-    cpu_s = 0.0
-    turns = 0
-    stopped = []
+def stopped_below(pid: int) -> list[int]:
+    """This process and those below it, as far as SIGSTOP or a debugger holds them."""
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
-        for one in [*top.children(recursive=True), *([top] if itself else [])]:
-            with suppress(psutil.Error), one.oneshot():
-                # its own and its ended children's, in user and system mode
-                cpu_s += sum(one.cpu_times()[:4])
-                turns += sum(one.num_ctx_switches())
-                stopped += (
-                    [one.pid]
-                    if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-                    else []
-                )
-    return Work(cpu_s, turns, tuple(stopped))
+        below = [one.pid for one in (top, *top.children(recursive=True))]
+        return [one for one in below if state_of(one) in STOPPED]
+    return []
 
 
 def state_of(pid: int) -> str:
@@ -278,11 +261,14 @@ def describe_end(code: int) -> str:
     """How a process has ended, from what its parent is told: 3, or -9."""
     if code >= 0:
         return f"exit status {code}"
-    if -code in set(signal.Signals):
-        name = signal.Signals(-code).name
-    else:
-        name = f"signal {-code}"
-    return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+    doubt = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"ended by {signal_name(-code)}{doubt}"
+
+
+def signal_name(number: int) -> str:
+    if number in set(signal.Signals):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import VERIFIERS, RewardSection
-from megatron_rl.processes import pulse
+from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
@@ -45,6 +45,12 @@ class RewardsHang(RuntimeError):
     """Nearly every answer misses the deadline: a run would wait for hours and learn from
     nothing.
     """
+
+    process = "the reward workers"
+    hint = (
+        "Fix the function that reward.name names, or give it more time (reward.timeout_s) or more "
+        "workers (reward.workers)."
+    )
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,7 @@ class RewardPool:
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        waiting = pulse.waiting(
-            WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s"
-        )
+        waiting = heartbeat.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S)
         with self._turn, waiting:
             done = list(
                 self._threads.map(
@@ -246,7 +250,7 @@ class _Worker:
                 reply = msgspec.convert(
                     channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply
                 )
-                pulse.mark()
+                heartbeat.mark()
                 if reply.id != number:
                     self.stop()
                     return [

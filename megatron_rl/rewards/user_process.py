@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.processes import pulse
+from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import for_the_driver_alone
 from megatron_rl.rewards.functions import places
@@ -44,7 +44,7 @@ def user_process(
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
         )
-    pulse.own(name, process)
+    heartbeat.own(name, process)
     return process, ours
 
 

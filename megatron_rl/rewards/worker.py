@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
-from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.rewards.functions import Rewards
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
@@ -33,7 +32,6 @@ def begun(descriptor: int, parent: int) -> tuple[socket.socket, Channel, dict[st
     """The start of a process for the user's code: its connection, and what it is told first."""
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
-    show_on_request()
     # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals
     # all of a job step, and the loop's step that is still to be finished needs its scores
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from megatron_rl.config.schema import InFlight, RolloutSection
-from megatron_rl.processes import pulse
+from megatron_rl.processes import heartbeat
 from megatron_rl.rollout.collect import Answering, Answers, Collected, Collector
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
@@ -172,7 +172,7 @@ class Ahead:
         if not self._thread.is_alive() and self._failure is None:
             self._begun = step - 1
             self._thread.start()
-        with pulse.delegate_wait():
+        with heartbeat.delegate_wait():
             collected = self._next()
         seconds = sum(span.end - span.begin for span in collected.spans if span.lane == "sampler")
         metrics = {"rollout/ready_ahead": len(self._ready), "rollout/seconds": seconds}
@@ -180,7 +180,7 @@ class Ahead:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        with pulse.delegate_wait(), self._gate.closed():
+        with heartbeat.delegate_wait(), self._gate.closed():
             yield
 
     def goes_on_without(self, step: int) -> bool:

@@ -44,6 +44,13 @@ Group = list[Scored]
 class RewardError(RuntimeError):
     """No answer of a step could be scored."""
 
+    process = "the reward workers"
+    hint = (
+        "Fix the function that reward.name names, or the class that environment.name names: call "
+        "it with a row of data.train and an answer. Variables that it needs are listed in "
+        "reward.environment."
+    )
+
 
 class Answering(Protocol):
     """Prompts that are being answered, for one thread; others may ask the sampler for other things

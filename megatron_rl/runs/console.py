@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.files import last_lines
+from megatron_rl.processes.heartbeat import BETWEEN, START
 from megatron_rl.processes.process import printable
-from megatron_rl.processes.pulse import BETWEEN, START
 from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.metrics_file import MISMATCH
 from megatron_rl.types import Scored, Verdict

@@ -23,6 +23,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class RecordLost(RuntimeError):
     """The run's directory is gone or cannot be written, but not for lack of room."""
 
+    hint = "Leave it in place while the run goes on, or choose another run.root."
+
 
 class LineFile:
     """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the

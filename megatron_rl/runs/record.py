@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
-from megatron_rl.processes import pulse
-from megatron_rl.processes.job import memory_kills
+from megatron_rl.processes import heartbeat
 from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.causes import Cause, of_error
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
@@ -45,7 +44,7 @@ class SilentRecorder:
     """What the loop asks of a recorder, for ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return pulse.phase(name)
+        return heartbeat.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict(metrics)
@@ -87,7 +86,6 @@ class Recorder:
         mark_status(run_dir, "running", alarms={})
         self._beat_at = time.monotonic()
         self._sample_at = -math.inf
-        self._kills = memory_kills()
         self._broken_off: str | None = None  # the phase that an exception has ended
         self._end = ("finished", "")
         self._closed = False
@@ -118,7 +116,7 @@ class Recorder:
         self._beat()
         self._broken_off = None
         try:
-            with pulse.phase(name):
+            with heartbeat.phase(name):
                 yield
         except BaseException:
             self._broken_off = self._broken_off or name
@@ -197,7 +195,7 @@ class Recorder:
         self._end = state, f"{how} after step {step} of {steps}: {reason}"
         self.note(self._end[1])
 
-    def close(self, state: str = "finished", reason: str = "") -> None:
+    def close(self, state: str = "finished", reason: str = "", cause: Cause | None = None) -> None:
         """Record how the run ended, in status.json first: if anything fails after that, the state
         is known.
         """
@@ -205,9 +203,8 @@ class Recorder:
             return
         self._closed = True
         self._disk.close()
-        cause = self._cause(reason)
         more = self._about()
-        if state != "finished":
+        if cause:
             more |= {"phase": cause.phase, "cause": cause.as_fields()}
         try:
             mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
@@ -220,7 +217,7 @@ class Recorder:
         if standing := self.alarms.told():
             last += f"; alarms that stand: {', '.join(standing)}"
         self.note(last)
-        if state == "failed":
+        if cause:
             # a launcher says it itself, last
             say = self._write_text if LAUNCHER in os.environ else self.note
             say(cause.paragraph())
@@ -243,21 +240,13 @@ class Recorder:
         elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
             self.close("stopped", str(error) or "interrupted")
         else:
-            self.close("failed", f"{kind.__name__}: {error}")
-
-    def _cause(self, reason: str) -> Cause:
-        """The cause of an end that nobody wanted, as far as the driver knows it."""
-        phase = self._broken_off
-        if phase is None and self._last_step is None:
-            phase = "the start"
-        log = self.run.logs / "rank_0.log"
-        return explain(
-            reason,
-            process="rank 0",
-            phase=phase,
-            log=str(log) if log.exists() else "",
-            out_of_memory=memory_kills() > self._kills,
-        )
+            assert error is not None
+            phase = self._broken_off or ""
+            if not phase and self._last_step is None:
+                phase = "the start"
+            log = self.run.logs / "rank_0.log"
+            cause = of_error(error, "rank 0", phase, str(log) if log.exists() else "")
+            self.close("failed", f"{kind.__name__}: {error}", cause)
 
     def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))

@@ -22,7 +22,7 @@ from megatron_rl.config.plain_yaml import read_yaml, redact, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
-from megatron_rl.processes.pulse import FOLDER
+from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import (
     STATUS,
@@ -77,7 +77,7 @@ class RunDir:
     model = _Inside("model")  # the last policy, with log.export
     best_model = _Inside("model-best")  # the best one by checkpoint.best
     report = _Inside("report.html")
-    pulses = _Inside(f"logs/{FOLDER}")  # rank_N.json: the latest sign of life of each rank
+    heartbeats = _Inside(f"logs/{FOLDER}")  # rank_N.json
 
     @property
     def attempt(self) -> int:
@@ -199,11 +199,11 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
         rewind(run.path, found.step, found.said)
-    shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
+    shutil.rmtree(run.heartbeats, ignore_errors=True)  # of the attempt before
     for folder in (
         run.rollouts,
         run.checkpoints,
-        run.pulses,
+        run.heartbeats,
         run.path / "logs" / f"attempt_{run.attempt + 1}",
     ):
         folder.mkdir(parents=True, exist_ok=True)

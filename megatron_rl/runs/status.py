@@ -31,12 +31,16 @@ from typing import Any
 from megatron_rl.files import read_json, write_whole
 from megatron_rl.processes import instructions
 from megatron_rl.processes.folder_lock import held
-from megatron_rl.runs.causes import explain
+from megatron_rl.runs.causes import RESUME, Cause
 
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
+GONE = (
+    "All its processes were killed together, or their machine went away: the scheduler's lines or "
+    f"its `dmesg` say which. {RESUME}"
+)
 # for another process that writes: it may be stopped, and its launcher has to say so all the same
 WAIT_S = 1.0
 PACKAGES = (
@@ -93,9 +97,7 @@ def _wait_for_others(folder: int) -> None:
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Writes a state, also for a launcher whose driver rank died. An end that nobody wanted always
-    has a cause.
-    """
+    """Write a state, also for a launcher whose driver rank died."""
     with _one_writer(path):
         before = {
             key: value for key, value in read_status(path).items() if key not in ("cause", "phase")
@@ -103,11 +105,7 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
         if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
             status["stuck"] = None
-        status |= more
-        if state in ("failed", "stopped") and "cause" not in more:
-            cause = explain(reason, phase=status.get("phase"), stuck=status.get("stuck"))
-            status["cause"] = cause.as_fields()
-        _write(path, status)
+        _write(path, status | more)
 
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
@@ -163,12 +161,7 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
         f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last "
         f"sign of life was at {status.get('heartbeat')}"
     )
-    cause = explain(
-        reason,
-        process=f"process {status['pid']}",
-        phase=status.get("phase"),
-        stuck=status.get("stuck"),
-    )
+    cause = Cause("Gone", f"process {status['pid']}", advice=GONE)
     return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
 
 

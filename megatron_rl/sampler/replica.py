@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_rl.config.schema import Format
-from megatron_rl.processes.pulse import Heartbeat
+from megatron_rl.processes.health import EngineHealth
 from megatron_rl.sampler.client.engine_process import EngineProcess
 from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError, read_health
 from megatron_rl.weight_sync.manifest import NO_VERSION
@@ -41,7 +41,7 @@ class Replica:
     engine: Engine
     workers_before: int = 0  # of other engines, in a group of the workers of all
     process: EngineProcess | None = None  # None: it was given by address
-    heartbeat: Heartbeat | None = None  # of that process
+    health: EngineHealth | None = None  # of that process
     state: State = State.down
     version: int = NO_VERSION  # of its weights
     reason: str = ""  # why it is down, or given up
@@ -123,8 +123,8 @@ class Replica:
 
     async def look(self) -> Look:
         """Look whether the engine answers, or at least works."""
-        if self.heartbeat is not None:
-            return read_health(*await self.heartbeat.look())
+        if self.health is not None:
+            return read_health(*await self.health.look())
         try:
             return await self.engine.look()
         except SamplerError as error:

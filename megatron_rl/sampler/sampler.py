@@ -31,7 +31,7 @@ from megatron_rl.config.schema import Format
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.points import Kind, Point
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.processes.pulse import waiting
+from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.client.interface import Completion, SamplerError
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-REQUEST_KEY = "sampler.request_timeout_s"
-START_KEY = "sampler.start_timeout_s"
 
 
 @dataclass(frozen=True)
@@ -293,11 +291,9 @@ class Sampler:
         if loop is None or replicas is None:
             raise SamplerError(NOT_RUNNING)
         section = self._settings.sampler
-        limit_s, key = max(
-            (section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY)
-        )
+        limit_s = max(section.request_timeout_s, section.start_timeout_s)
         try:
-            with waiting("server" if uses_servers(section) else "engine", limit_s, key):
+            with waiting("server" if uses_servers(section) else "engine", limit_s):
                 return loop.call(ask(replicas), self._pass_on_notes)
         finally:
             self._pass_on_notes()

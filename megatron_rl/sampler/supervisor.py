@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.processes.pulse import Heartbeat, own
+from megatron_rl.processes.health import EngineHealth
+from megatron_rl.processes.heartbeat import own
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import END_GRACE_S, EngineProcess, ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
@@ -107,7 +108,7 @@ class Supervisor:
         replica.process = EngineProcess(self._start, restarts=replica.restarts)
         own(replica.name, replica.process)
         self._child = replica.engine = self._client(SocketLine(replica.process.line))
-        replica.heartbeat = Heartbeat(self._child.status, replica.process.pid)
+        replica.health = EngineHealth(self._child.status, replica.process.pid)
 
     def _client(self, line: SocketLine | PortLine) -> EngineClient:
         return EngineClient(

@@ -9,31 +9,31 @@ logs/attempt_N/.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.files import last_lines, read_json
+from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes import process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
+from megatron_rl.processes.heartbeat import phase_of
 from megatron_rl.processes.job import memory_kills
-from megatron_rl.processes.pulse import START, file_of
 from megatron_rl.processes.scratch import Scratch
-from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.causes import HANG, HANG_HINT, LOST_PEER, Cause, of_error, read_end
 from megatron_rl.runs.console import Silence
+from megatron_rl.runs.disk import RecordLost
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
-from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
-from megatron_rl.survival.watch import Guard, Watch, kill
+from megatron_rl.runs.status import ENDED, mark_status, read_status
+from megatron_rl.survival.watch import Watch, kill
 
 # for a driver that has not begun to end, and for one that has, beyond what it has said
 STOP_GRACE_S = 4.0
@@ -42,11 +42,6 @@ PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
 LOG_LINES_SHOWN = 25
 ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, process.STOP_AFTER_STEP: 0}
-LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
-RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
-ERROR = re.compile(
-    r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))"
-)
 
 
 def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
@@ -61,7 +56,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
         )
         if moved:
             print(moved, flush=True)
-        watch = Watch(run.path, config.run.hang_timeout_s, scratch.path)
+        watch = Watch(run.path, config.run.hang_timeout_s)
         ranks = RankProcesses(
             run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch
         )
@@ -82,71 +77,61 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     return status
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and why."""
+
+    rank: int
+    reason: str
+    cause: Cause
+
+
 def conclude(
     run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]
 ) -> None:
-    """Writes how the run ended where the driver has not, or cannot know it, and says it last on the
-    screen.
-    """
+    """Write how the run ended where the driver has not, or cannot know it, and print it last."""
     said = read_status(run.path)
-    rank, why, log = ranks.culprit()
-    gone = not run.path.is_dir()  # status and logs with it
-    if gone and rank is not None:
-        why = f"RecordLost: {run.path} was removed or moved while the run went on"
-    state, reason = (
-        ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
-    )
+    failure = ranks.failure(out_of_memory=memory_kills() > kills)
+    state, reason = ending(said, ranks.stopping, failure)
     cause = Cause.read(said.get("cause"))
     if (state, reason) != (said.get("state"), said.get("reason")):
-        if rank is not None:
-            # C++ says why on its way out
-            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why
-            about: dict[str, Any] = {
-                "process": f"rank {rank}",
-                "log": "" if gone else str(ranks.log_of(rank)),
-            }
-            about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
-            about |= {"stuck": said.get("stuck"), "out_of_memory": memory_kills() > kills}
-            cause = explain(said_last, **about)
+        known: dict[str, Any] = {}
+        if failure:
+            cause = failure.cause
+            known = {"cause": cause.as_fields()}
         try:
-            mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
+            mark_status(run.path, state, reason, **known)
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
     if told := report(run):
         print(told, flush=True)
-    if rank is not None:
-        if not gone:
-            print(f"\nrank {rank} failed; the end of {ranks.log_of(rank)}:", file=sys.stderr)
-            print(
-                "\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True
-            )
-        verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
-        print(
-            "\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]),
-            file=sys.stderr,
-            flush=True,
-        )
+    if failure is None:
+        return
+    if lines := last_lines(ranks.log_of(failure.rank), LOG_LINES_SHOWN):
+        print(f"\nrank {failure.rank} failed; the end of its log:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
+    why = f"{cause.paragraph()}\n" if cause else ""
+    print(f"\n{why}{state}: {reason.partition(chr(10))[0]}", file=sys.stderr, flush=True)
 
 
 def ending(
-    said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str
+    said: Mapping[str, Any], stopping: str | None, failure: Failure | None
 ) -> tuple[str, str]:
     """State and reason, from the driver's own words, a signal to this process, and the rank that
     failed first.
     """
     state = str(said.get("state"))
-    reason = str(said.get("reason", ""))
-    if stopping and rank is None:
+    own = (state, str(said.get("reason", "")))
+    if failure is None:
         if state in ENDED:
-            return (state, reason)
-        return ("stopped", stopping)
-    # the driver cannot know what ended a rank
-    followed = rank and (state == "stopped" or LOST_PEER.search(reason))
-    if state in ENDED and not followed:
-        return state, reason
-    if rank is None:
-        return ("finished", "")
-    return ("failed", f"rank {rank}: {why}")
+            return own
+        return ("stopped", stopping) if stopping else ("finished", "")
+    cause = said.get("cause") or {}
+    # the driver cannot know what ended another rank
+    followed = failure.rank and (state == "stopped" or cause.get("class") == LOST_PEER)
+    if state in ENDED and not followed and failure.cause.name != HANG:
+        return own
+    return ("failed", failure.reason)
 
 
 class RankProcesses:
@@ -159,10 +144,10 @@ class RankProcesses:
         self._run = run
         self._count = count
         self._given = given
-        self.guard = Guard(watch)
+        self._watch = watch
         self._silence = Silence(run.logs)
         self.stopping: str | None = None
-        self.stuck: str | None = None  # why it had to be ended
+        self._hang: Failure | None = None
         self._stopped_by: signal.Signals = process.STOP_AFTER_STEP
         self._asked_at = 0.0
         self._asked_twice = False
@@ -175,7 +160,6 @@ class RankProcesses:
             signal.signal(number, self._on_signal)
         for rank in range(count):
             self._processes.append(self._start(rank, store))
-        watch.pids = {rank: child.pid for rank, child in enumerate(self._processes)}
         process.release(process.STOP_AFTER_STEP)
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
@@ -231,30 +215,24 @@ class RankProcesses:
                 if failed[0] < 0:
                     return 128 - failed[0]
                 return failed[0]
-            if reason := self.guard.look():
+            if reason := self._watch.look():
                 return self._give_up(reason)
-            self._silence.look(self._phase)
+            self._silence.look(lambda: phase_of(self._run.path, 0))
             if self._overstayed():
                 return int(read_status(self._run.path).get("state") != "finished")
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
 
-    def _phase(self) -> str:
-        """Of the driver, by its last sign of life."""
-        with suppress(OSError, ValueError):
-            return str(read_json(file_of(self._run.path, 0))["phase"])
-        return START
-
     def _give_up(self, reason: str) -> int:
-        """End who does not go on; the others notice, and the driver closes its engines."""
-        worst = self.guard.watch.blocking[0]
-        self.stuck = reason
-        self._failed = [worst.rank or 0]
-        with suppress(OSError):
-            mark_stuck(self._run.path, worst.about())
+        """End what hangs; the others notice, and the driver closes its engines."""
+        worst = self._watch.blocking[0]
+        rank = worst.rank or 0
+        cause = Cause(HANG, worst.process, worst.phase, str(self.log_of(rank)), HANG_HINT)
+        self._hang = Failure(rank, reason, cause)
+        self._failed = [rank]
         kill(worst)
-        self._processes[worst.rank or 0].kill()
+        self._processes[rank].kill()
         self._settle(PEER_GRACE_S)
         return 1
 
@@ -300,36 +278,28 @@ class RankProcesses:
         for child in self._processes:
             if child.poll() is None:
                 child.kill()
-        self.guard.end_stopped()
+        for one in self._watch.issues:
+            if one.how == "stopped":
+                kill(one)
         self._settle(REAP_S)
 
-    def culprit(self) -> tuple[int | None, str, list[str]]:
-        """The rank that failed for a reason of its own, that reason, and the end of its log."""
+    def failure(self, out_of_memory: bool) -> Failure | None:
+        """The rank that failed for a reason of its own: those that lost a peer followed another."""
         if not self._failed:
-            return None, "", []
-        logs = {rank: last_lines(self.log_of(rank), LOG_LINES_SHOWN) for rank in self._failed}
-        if self.stuck:
-            return self._failed[0], self.stuck, logs[self._failed[0]]
-        codes = {rank: self._processes[rank].returncode for rank in self._failed}
-        told = {rank: last_error(logs[rank]) if code > 0 else "" for rank, code in codes.items()}
-        whys = {rank: told[rank] or process.describe_end(code) for rank, code in codes.items()}
-        rank = first_cause(whys)
-        return rank, whys[rank], logs[rank]
-
-
-def first_cause(logs: Mapping[int, str]) -> int:
-    """The first failed rank whose log does not end in a lost connection: those only followed
-    another one.
-    """
-    return next(
-        (rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0)
-    )
-
-
-def last_error(log: Sequence[str]) -> str:
-    """The exception that a log ends with: what libraries say on their way out may follow it."""
-    errors = [line for line in log if ERROR.match(line)]
-    return RANK_PREFIX.sub("", (errors or list(log) or [""])[-1])
+            return None
+        if not self._run.path.is_dir():
+            error = RecordLost(f"{self._run.path} was removed or moved while the run went on")
+            cause = of_error(error, f"rank {self._failed[0]}")
+            return Failure(self._failed[0], f"RecordLost: {error}", cause)
+        if self._hang:
+            return self._hang
+        found = []
+        for rank in self._failed:
+            code = self._processes[rank].returncode
+            reason, cause = read_end(self._run.logs, rank, code, out_of_memory)
+            phase = phase_of(self._run.path, rank)
+            found.append(Failure(rank, f"rank {rank}: {reason}", replace(cause, phase=phase)))
+        return next((one for one in found if one.cause.name != LOST_PEER), found[0])
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:

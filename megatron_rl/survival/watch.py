@@ -1,312 +1,316 @@
-"""Hang detection from the launcher or a rank: names processes that are stopped or silent, ends a
-run without progress.
+"""Hang detection from the launcher or a rank: names processes that are stopped, ends a run without
+progress and names the process that it waits for.
 
-It reads the heartbeats of the ranks (processes/pulse.py) and, of processes on this machine, their
-states in /proc:
-
-stopped   SIGSTOP or a debugger holds the process silent    a rank's heartbeat has not changed for a
-while, and it is not seen to be stopped: something holds its
-          interpreter, or its machine is gone
-hangs     no rank has made progress for `run.hang_timeout_s`, or, while rank 0 waits for an engine
-or a reward, for the
-          time that those have: whoever is waited for, else the ranks that have entered fewer phases
-          than the others,
-          else those that are in no collective, else all of them
-
-A process that is stopped or silent ends nothing by itself: the run ends when it has made no
-progress for as long.
+It reads the heartbeats of the ranks (processes/heartbeat.py) and, of processes on this machine,
+their states in /proc. Progress is a new phase, a micro-batch, an answer of an engine or a reward;
+the run hangs when no rank has made any for `run.hang_timeout_s`. Waits for engines and rewards have
+limits of their own, and end by themselves before.
 """
 
 import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.files import read_json
-from megatron_rl.processes.process import STOPPED, state_of
-from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
-from megatron_rl.processes.stacks import ask
+from megatron_rl.processes.heartbeat import ACTIVITY, FOLDER
+from megatron_rl.processes.process import SHOW_STACKS, STOPPED, birth_of, state_of
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
-from megatron_rl.survival.trouble import MARGIN_S, Seen, Trouble, behind, here, of_child, of_rank
 
 LOOK_S = 1.0
-AWAKE_S = 10.0  # what is longer between two looks, this process has slept through
-STOPPED_S = 5.0  # a shorter pause is nobody's business
+AWAKE_S = 10.0  # what is longer between two looks, this process was suspended for
+STOPPED_S = 5.0  # a shorter pause is not named
 SILENT_S = 30.0  # without a heartbeat
-LINES = 40
+SHOW_S = 1.0  # for a process to write its stacks
+MARGIN_S = 60.0  # after the limit of a wait
 LAUNCHER = "the launcher"
 
+Beat = dict[str, Any]  # a heartbeat, as its file has it
 
-@dataclass
-class Watch:
-    """`look` every now and then. Its time stands still while this process is stopped."""
 
-    run_dir: Path
-    timeout_s: float  # run.hang_timeout_s
-    temporary: Path | None = None  # the folder in which processes of this machine show their stacks
-    pids: Mapping[int, int] = field(default_factory=dict)  # of ranks, before they have a pulse
-    launcher: int | None = None  # process id, where it is to be watched too
-    silent_s: float = SILENT_S
-    stopped_s: float = STOPPED_S
-    clock: Callable[[], float] = time.monotonic
-    troubles: list[Trouble] = field(default_factory=list)
-    _seen: dict[int, Seen] = field(default_factory=dict)
-    # process id -> for how long it has been seen stopped
-    _held: dict[int, float] = field(default_factory=dict)
-    _last: float | None = None
-    _passed: float = 0.0
-
-    def look(self, rank: int | None = None) -> tuple[list[Trouble], list[Trouble]]:
-        """Who is in trouble now and was not before, and who was and is not. `rank`: only where no
-        lower one looks.
-        """
-        now = self.clock()
-        if self._last is not None and now - self._last < LOOK_S:
-            return [], []
-        if self._last is None:
-            self._passed = 0.0
-        else:
-            self._passed = min(now - self._last, AWAKE_S)
-        self._last = now
-        lower = range(rank or 0)
-        if any(self._is_alive(one) for one in lower):
-            free = [one for one in self.troubles if not (one.here and _held(one.pid))]
-            self.troubles = []
-            return [], free
-        paths = (self.run_dir / "logs" / FOLDER).glob("rank_*.json")
-        self._read(
-            path for path in paths if path not in {file_of(self.run_dir, one) for one in lower}
-        )
-        before = {one.key: one for one in self.troubles}
-        self.troubles = list(self._find())
-        new = [one for one in self.troubles if one.key not in before]
-        kept = {one.key: one.stack for one in before.values()} | {
-            one.key: self._stack(one) for one in new
-        }
-        self.troubles = [replace(one, stack=kept[one.key]) for one in self.troubles]
-        present = {one.key: one for one in self.troubles}
-        gone = [one for key, one in before.items() if key not in present]
-        return [present[one.key] for one in new], gone
-
-    def over(self) -> str | None:
-        """Why the run has to end: it has made no progress for as long as it may, because of the
-        first of `blocking`.
-        """
-        for one in self.blocking[:1]:
-            limit_s, key = self._limit(self._seen.get(one.rank or 0), one)
-            if self._without_progress_s() >= limit_s:
-                return f"{one}; no progress for {limit_s:g} s: raise {key} if it was only slow"
-        return None
+@dataclass(frozen=True)
+class ProcessIssue:
+    how: str  # stopped | hangs
+    process: str
+    pid: int | None
+    host: str
+    phase: str
+    seconds: float
+    rank: int | None = None  # it, or the one that has started it
+    blocks: bool = False  # the run cannot go on without it
+    here: bool = False  # it can be reached from this process
 
     @property
-    def blocking(self) -> list[Trouble]:
-        return [one for one in self.troubles if one.blocks]
+    def key(self) -> tuple[str, str, int | None]:
+        return self.how, self.process, self.pid
 
-    def phase_of(self, rank: int) -> str | None:
-        """The phase that a rank's last pulse was in."""
-        self._read([file_of(self.run_dir, rank)])
-        if rank in self._seen:
-            return self._seen[rank].pulse["phase"]
-        return None
+    def __str__(self) -> str:
+        who = self.process
+        if self.pid:
+            who += f" (process {self.pid} on {self.host})"
+        what = "hangs"
+        if self.how == "stopped":
+            what = "is stopped (SIGSTOP, or a debugger)"
+        where = f" in `{self.phase}`" if self.phase else ""
+        return f"{who} {what} for {self.seconds:.0f} s{where}"
 
-    def _without_progress_s(self) -> float:
-        return min((one.age_s for one in self._present_ranks()), default=0.0)
-
-    def _limit(self, one: Seen | None, trouble: Trouble | None = None) -> tuple[float, str]:
-        """Seconds without progress, and the key that sets them. A rank that is stopped itself waits
-        for nobody.
-        """
-        waits = one.pulse["waits"] if one else None
-        if one and trouble and (trouble.how, trouble.pid) == ("stopped", one.pulse["pid"]):
-            waits = None
-        if waits:
-            return waits["limit_s"] + MARGIN_S, waits["key"]
-        return self.timeout_s, f"run.hang_timeout_s={self.timeout_s:g}"
-
-    def _is_alive(self, rank: int) -> bool:
-        self._read([file_of(self.run_dir, rank)])
-        one = self._seen.get(rank)
-        if one is None or one.quiet_s >= self.silent_s or one.pulse.get("ended"):
-            return False
-        return not (here(one.pulse) and _held(one.pulse["pid"]))
-
-    def _read(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            with suppress(OSError, ValueError):
-                pulse = read_json(path)
-                before = self._seen.get(pulse["rank"])
-                same = before is not None and all(
-                    before.pulse[name] == pulse[name] for name in ("pid", "beat")
-                )
-                quiet_s = before.quiet_s + self._passed if before and same else 0.0
-                self._seen[pulse["rank"]] = Seen(pulse, quiet_s)
-
-    def _present_ranks(self) -> list[Seen]:
-        return [one for _, one in sorted(self._seen.items()) if not one.pulse.get("ended")]
-
-    def _find(self) -> Iterator[Trouble]:
-        held = list(self._stopped())
-        alive = []
-        stopped = {one.pid for one in held}
-        yield from (one for one in held if one.seconds >= self.stopped_s)
-        for one in self._present_ranks():
-            if one.pulse["pid"] in stopped:
-                continue
-            alive.append(one)
-            if one.quiet_s >= self.silent_s:
-                if here(one.pulse):
-                    note = "; it is not stopped"
-                else:
-                    note = "; it was ended or stopped, or its machine was"
-                held.append(of_rank(one, "silent", one.quiet_s, note))
-                yield held[-1]
-        if alive and not any(one.blocks for one in held):
-            yield from self._hanging(alive)
-
-    def _stopped(self) -> Iterator[Trouble]:
-        before = self._held
-        self._held = {}
-        for one in self._present_ranks():
-            if not here(one.pulse):
-                continue
-            yield from (
-                of_rank(one, "stopped", held_s) for held_s in self._held_s(one.pulse["pid"], before)
-            )
-            for child in one.pulse["children"]:
-                yield from (
-                    of_child(one, child, "stopped", held_s)
-                    for held_s in self._held_s(child["pid"], before)
-                )
-        host = platform.node()
-        for rank, pid in self.pids.items():
-            if rank not in self._seen:
-                for held_s in self._held_s(pid, before):
-                    yield Trouble(
-                        "stopped",
-                        f"rank {rank}",
-                        pid,
-                        host,
-                        "start",
-                        held_s,
-                        rank,
-                        blocks=True,
-                        here=True,
-                    )
-        for held_s in self._held_s(self.launcher, before):
-            note = "; the run goes on, and ends by itself alone"
-            yield Trouble("stopped", LAUNCHER, self.launcher, host, "", held_s, note=note)
-
-    def _held_s(self, pid: int | None, before: Mapping[int, float]) -> Iterator[float]:
-        """Seconds for which a process has been seen stopped, if it is."""
-        if pid and _held(pid):
-            self._held[pid] = before[pid] + self._passed if pid in before else 0.0
-            yield self._held[pid]
-
-    def _hanging(self, ranks: list[Seen]) -> Iterator[Trouble]:
-        """Whoever a run without progress waits for."""
-        waiting = next((one for one in ranks if one.pulse["waits"]), None)
-        if self._without_progress_s() < self._limit(waiting)[0]:
-            return
-        if waiting is None:
-            yield from (of_rank(one, "hangs", one.age_s) for one in behind(ranks))
-            return
-        whom = waiting.pulse["waits"]["whom"]
-        children = [child for child in waiting.pulse["children"] if child["name"].startswith(whom)]
-        for child in children or [{"name": whom, "pid": None}]:
-            yield of_child(waiting, child, "hangs", waiting.age_s)
-
-    def _stack(self, one: Trouble) -> tuple[str, ...]:
-        """What it has told by itself, else what it shows when it is asked."""
-        if (
-            one.stack
-            or one.how == "stopped"
-            or not one.here
-            or one.pid is None
-            or self.temporary is None
-        ):
-            return one.stack
-        return tuple(ask(one.pid, self.temporary).splitlines()[:LINES])
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of `stuck` in status.json."""
+        names = ("how", "process", "pid", "host", "phase")
+        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds)}
 
 
-def _held(pid: int | None) -> bool:
-    return pid is not None and state_of(pid) in STOPPED
+class Watch:
+    """Hang detection; its time stands still while this process is suspended."""
 
-
-class Guard:
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(
+        self,
+        run_dir: Path,
+        timeout_s: float,
+        launcher: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: run.hang_timeout_s. `launcher`: its process id, where it is watched too."""
+        self.launcher = launcher
+        self.issues: list[ProcessIssue] = []
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._looked_at = clock() - LOOK_S
+        self._now = 0.0
+        self._progressed_at = 0.0
+        self._beats: dict[int, Beat] = {}
+        self._heard_at: dict[int, float] = {}
+        self._stopped_at: dict[int, float] = {}  # by process id
 
     def look(self, rank: int | None = None) -> str | None:
-        """Why the run has to end, if it has to. `rank`: see Watch.look."""
-        new, gone = self.watch.look(rank)
+        """Name new issues, and return why the run has to end, if it has to. A `rank` leaves that to
+        a lower one that lives.
+        """
+        passed = self._clock() - self._looked_at
+        if passed < LOOK_S:
+            return None
+        self._looked_at += passed
+        self._now += min(passed, AWAKE_S)
+        self._read()
+        before = self.issues
+        if any(self._lives(one) for one in range(rank or 0)):
+            self.issues = []
+        else:
+            self.issues = list(self._find())
+        self._report(before)
+        return self._over()
+
+    @property
+    def blocking(self) -> list[ProcessIssue]:
+        return [one for one in self.issues if one.blocks]
+
+    def _read(self) -> None:
+        for path in (self._run_dir / "logs" / FOLDER).glob("rank_*.json"):
+            with suppress(ValueError, KeyError):
+                beat = read_json(path)
+                before = self._beats.get(beat["rank"], {})
+                if _changed(before, beat, "progress"):
+                    self._progressed_at = self._now
+                if _changed(before, beat, "beat"):
+                    self._heard_at[beat["rank"]] = self._now
+                self._beats[beat["rank"]] = beat
+
+    def _lives(self, rank: int) -> bool:
+        beat = self._beats.get(rank)
+        if beat is None or beat["ended"] or self._is_silent(rank):
+            return False
+        return not (_here(beat) and _is_stopped(beat["pid"]))
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._now - self._heard_at[rank] >= SILENT_S
+
+    def _find(self) -> Iterator[ProcessIssue]:
+        beats = [one for _, one in sorted(self._beats.items()) if not one["ended"]]
+        stopped = list(self._stopped(beats))
+        yield from (one for one in stopped if one.seconds >= STOPPED_S)
+        held = {one.pid for one in stopped}
+        running = [one for one in beats if one["pid"] not in held]
+        if any(one.blocks for one in stopped) or not running:
+            return
+        waiting = next((one for one in running if one["waits"]), None)
+        idle_s = self._now - self._progressed_at
+        if idle_s < self._limit_s(waiting):
+            return
+        silent = [one for one in running if self._is_silent(one["rank"])]
+        if waiting and not silent:
+            yield from _waited_for(waiting, idle_s)
+        else:
+            for one in silent or _behind(running):
+                yield _of_rank(one, "hangs", idle_s)
+
+    def _limit_s(self, waiting: Beat | None) -> float:
+        """Seconds without progress after which the run hangs."""
+        if waiting:
+            return max(self._timeout_s, waiting["waits"]["limit_s"] + MARGIN_S)
+        return self._timeout_s
+
+    def _stopped(self, beats: list[Beat]) -> Iterator[ProcessIssue]:
+        before = self._stopped_at
+        self._stopped_at = {}
+
+        def seconds(pid: int | None) -> float | None:
+            if pid is None or not _is_stopped(pid):
+                return None
+            self._stopped_at[pid] = before.get(pid, self._now)
+            return self._now - self._stopped_at[pid]
+
+        for beat in filter(_here, beats):
+            if (held_s := seconds(beat["pid"])) is not None:
+                yield _of_rank(beat, "stopped", held_s)
+            for child in beat["children"]:
+                if (held_s := seconds(child["pid"])) is not None:
+                    yield _of_child(beat, child, "stopped", held_s)
+        if (held_s := seconds(self.launcher)) is not None:
+            host = platform.node()
+            yield ProcessIssue("stopped", LAUNCHER, self.launcher, host, "", held_s, here=True)
+
+    def _over(self) -> str | None:
+        idle_s = self._now - self._progressed_at
+        for one in self.blocking[:1]:
+            is_rank = one.process == f"rank {one.rank}"
+            limit_s = self._limit_s(None if is_rank else self._beats[one.rank or 0])
+            if idle_s >= limit_s:
+                return (
+                    f"{one}; no progress for {limit_s:g} s (run.hang_timeout_s={self._timeout_s:g})"
+                )
+        return None
+
+    def _report(self, before: list[ProcessIssue]) -> None:
+        """Say which issues are new and which are over, and keep the worst in status.json."""
+        keys = {one.key for one in before}
+        new = [one for one in self.issues if one.key not in keys]
+        keys = {one.key for one in self.issues}
+        over = [one for one in before if one.key not in keys]
         for one in new:
-            self._say("\n".join((f"stuck    {one}", *(f"           {line}" for line in one.stack))))
-        still = {(one.process, one.pid) for one in self.watch.troubles}  # in another way
-        for one in (one for one in gone if (one.process, one.pid) not in still):
-            gone_on = one.pid is None or not one.here or state_of(one.pid)
-            what = "goes on" if gone_on else "is no longer there,"
+            self._say(f"stuck    {one}")
+        for one in over:
+            ended = one.here and one.pid is not None and not state_of(one.pid)
+            what = "has ended" if ended else "goes on"
             self._say(
                 f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
             )
-        if new or gone:
-            worst = next(iter([*self.watch.blocking, *self.watch.troubles]), None)
+        if new or over:
+            worst = next(iter([*self.blocking, *self.issues]), None)
             with suppress(OSError):
-                mark_stuck(self.watch.run_dir, worst.about() if worst else None)
-        return self.watch.over()
-
-    def end_stopped(self) -> None:
-        """SIGKILL for those that would hear of no other end."""
-        for one in self.watch.troubles:
-            if one.how == "stopped" and one.rank is not None:
-                kill(one)
+                mark_stuck(self._run_dir, worst.as_fields() if worst else None)
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
-        with (
-            suppress(OSError),
-            (RunDir(self.watch.run_dir).logs / "driver.log").open("a", encoding="utf-8") as log,
-        ):
-            log.write(text + "\n")
+        log = RunDir(self._run_dir).logs / "driver.log"
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
-class RankGuard(Guard):
-    """A guard that a rank's pulse calls, for runs that no launcher watches. It ends the run by
+class RankWatch(Watch):
+    """A watch that a rank's heartbeat calls, for runs that no launcher watches. It ends the run by
     ending this process.
     """
 
-    def __init__(self, watch: Watch, rank: int) -> None:
-        super().__init__(watch)
+    def __init__(self, run_dir: Path, timeout_s: float, rank: int, launcher: int | None) -> None:
+        super().__init__(run_dir, timeout_s, launcher)
         self._rank = rank
 
     def __call__(self) -> None:
-        watch = self.watch
-        if watch.launcher and state_of(watch.launcher) not in STOPPED and not watch.troubles:
-            return  # that one looks
+        if self.launcher and not _is_stopped(self.launcher) and not self.issues:
+            return
         reason = self.look(self._rank)
         if reason is None:
             return
         with suppress(OSError):
-            mark_status(watch.run_dir, "failed", reason, stuck=watch.blocking[0].about())
+            mark_status(self._run_dir, "failed", reason, stuck=self.blocking[0].as_fields())
         print(f"failed: {reason}", flush=True)
-        for one in watch.blocking:
+        for one in self.blocking:
             kill(one)
-        for _, pid in PULSE.owned:
+        for _, pid in ACTIVITY.owned:
             _kill_group(pid)
-        # this one's main thread may hear of nothing; whoever started the ranks ends the others
+        # its main thread may hear of nothing; srun or torchrun ends the other ranks
         os._exit(1)
 
 
-def kill(one: Trouble) -> None:
-    """Kill a process in trouble and what it leads, where it can be reached from here."""
-    if one.pid and one.here and one.pid != os.getpid():
-        _kill_group(one.pid)
+def kill(one: ProcessIssue) -> None:
+    """Kill a process and its group, where it can be reached from here; a rank that hangs writes its
+    stacks to its log first.
+    """
+    if not (one.pid and one.here) or one.pid == os.getpid():
+        return
+    if one.how == "hangs" and one.process == f"rank {one.rank}":
+        with suppress(ProcessLookupError):
+            os.kill(one.pid, SHOW_STACKS)
+            time.sleep(SHOW_S)
+    _kill_group(one.pid)
 
 
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _changed(before: Beat, beat: Beat, name: str) -> bool:
+    return any(before.get(key) != beat[key] for key in ("pid", name))
+
+
+def _is_stopped(pid: int) -> bool:
+    return state_of(pid) in STOPPED
+
+
+def _here(beat: Beat) -> bool:
+    """Whether the rank is a process of this machine and this container."""
+    return bool(beat["host"] == platform.node() and birth_of(beat["pid"]) == beat["birth"])
+
+
+def _waited_for(waiting: Beat, seconds: float) -> Iterator[ProcessIssue]:
+    whom = waiting["waits"]["whom"]
+    children = [child for child in waiting["children"] if child["name"].startswith(whom)]
+    for child in children or [{"name": whom, "pid": None}]:
+        yield _of_child(waiting, child, "hangs", seconds)
+
+
+def _behind(beats: list[Beat]) -> list[Beat]:
+    """The ranks that the others wait for."""
+    first = min(one["entered"] for one in beats)
+    late = [one for one in beats if one["entered"] == first]
+    if len(late) == len(beats):
+        late = [one for one in beats if not one["in_collective"]]
+    return late or beats
+
+
+def _of_rank(beat: Beat, how: str, seconds: float) -> ProcessIssue:
+    return _issue(beat, f"rank {beat['rank']}", beat["pid"], how, seconds, blocks=True)
+
+
+def _of_child(beat: Beat, child: Mapping[str, Any], how: str, seconds: float) -> ProcessIssue:
+    """The issue of a process that a rank has started."""
+    waits = beat["waits"]
+    blocks = bool(waits) and child["name"].startswith(waits["whom"])
+    return _issue(beat, child["name"], child["pid"], how, seconds, blocks)
+
+
+def _issue(
+    beat: Beat, process: str, pid: int | None, how: str, seconds: float, blocks: bool
+) -> ProcessIssue:
+    return ProcessIssue(
+        how,
+        process,
+        pid,
+        beat["host"],
+        beat["phase"],
+        seconds,
+        beat["rank"],
+        blocks,
+        here=_here(beat),
+    )

@@ -25,6 +25,12 @@ BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
 class WeightSyncError(RuntimeError):
     """An update that did not arrive. The engine still serves the version before it."""
 
+    process = "the sampler's engine"
+    hint = (
+        "Check the room and the rights of sync.dir, and that all servers of a fleet run this "
+        "version; sync.full_every=1 sends whole versions."
+    )
+
 
 class UpdateRefused(WeightSyncError):
     """By the sampler, as every rank of the learner knows."""

@@ -35,6 +35,12 @@ UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform g
 class SyncMismatch(RuntimeError):
     """Sampler and learner disagree by more than their formats explain."""
 
+    process = "the sampler's engine"
+    hint = (
+        "Compare with quantization.format=none; a number in sync.probe_budget is for a difference "
+        "that the format alone explains."
+    )
+
 
 @dataclass(frozen=True)
 class ProbeResult:

@@ -55,7 +55,6 @@ def test_other_rows(box: Box) -> None:
             "data.train: prompts or answers in mine.jsonl are not those that the run has drawn from"
             in box.screen
         )
-        assert "(data)" in box.screen
         assert box.metrics() == lines
     allowed = ("run.steps=3", "run.resume_allow=[data.train]", *more)
     assert box.train(*allowed).wait(PATIENCE_S) == 0, box.screen

@@ -32,7 +32,7 @@ def test_it_is_removed(box: Box) -> None:
     process = box.begin("checkpoint.every=2")
     shutil.rmtree(box.run, ignore_errors=True)
     assert "runs/run was removed or moved while the run went on" in ended(box, process)
-    assert "(run_directory)" in box.screen
+    assert "why: RecordLost" in box.screen
     assert not (box.run / "metrics.jsonl").exists()
 
 

@@ -144,7 +144,7 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, run_folder: Path, holder: Ho
     status = known_status(run_folder)
     assert status["state"] == "failed"
     assert str(holder.pid) in status["reason"]
-    assert status["cause"]["class"] == "gone"
+    assert status["cause"]["class"] == "Gone"
     assert str(status["heartbeat"]) in status["reason"]
     with pytest.raises(RunDirectoryUsed, match=r"is used .*ended without a word"):
         claim(run_folder)

@@ -1,7 +1,6 @@
 """Starting and ending the ranks: which failure is reported, and which signals reach whom."""
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import wait_for
@@ -16,6 +16,7 @@ from helpers import wait_for
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
 from megatron_rl.processes.folder_lock import held
 from megatron_rl.processes.process import STOP_AFTER_STEP, hold, state_of
+from megatron_rl.runs.causes import LOST_PEER, Cause
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.survival import launch
 
@@ -67,11 +68,16 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     return launched
 
 
-SECOND_FAILS = """#!/bin/sh
-if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
-sleep 0.3
-echo "RuntimeError: Connection closed by peer [127.0.0.1]:1" >&2
-exit 1
+SECOND_FAILS = """
+from megatron_rl.runs.causes import write_end
+if rank == "1":
+    error = ValueError("a bad shard")
+else:
+    time.sleep(0.3)
+    error = RuntimeError("Connection closed by peer [127.0.0.1]:1")
+write_end(folder / "logs" / "attempt_1", int(rank), error)
+print("the last line", file=sys.stderr)
+sys.exit(1)
 """
 
 
@@ -88,9 +94,8 @@ def test_the_rank_that_failed_by_itself_is_reported(
     said = capsys.readouterr().err
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: a bad shard")
     assert "rank 1 failed" in said
-    assert "a bad shard" in said
-    assert "\nwhy: no known cause (unknown): rank 1. " in said
-    assert status["cause"]["class"] == "unknown"
+    assert "the last line" in said
+    assert (status["cause"]["class"], status["cause"]["process"]) == ("ValueError", "rank 1")
 
 
 @pytest.mark.fault("USR1 before a rank can act on it", "it is kept, and reaches the driver")
@@ -164,7 +169,7 @@ def test_a_directory_that_is_gone(
 ) -> None:
     assert launched(REMOVES) == 1
     said = capsys.readouterr().err
-    assert "the run's directory cannot be written (run_directory)" in said
+    assert "why: RecordLost: rank 0." in said
     assert said.endswith(
         f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n"
     )
@@ -181,10 +186,10 @@ def test_who_does_not_go_is_ended(
 
 
 STOPS = """
-from megatron_rl.processes import pulse
-pulse.BEAT_S = 0.2
-pulse.Beats(folder, int(rank)).start()
-with pulse.phase("update"):
+from megatron_rl.processes import heartbeat
+heartbeat.BEAT_S = 0.2
+heartbeat.Heartbeat(folder, int(rank)).start()
+with heartbeat.phase("update"):
     time.sleep(1)
     if rank == "1":
         (folder / "stopped").write_text(str(os.getpid()))
@@ -206,7 +211,8 @@ def test_a_rank_that_stays_stopped_ends_the_run(
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
     assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
     assert "in `update`" in status["reason"]
-    assert "raise run.hang_timeout_s=5" in status["reason"]
+    assert "run.hang_timeout_s=5" in status["reason"]
+    assert status["cause"]["class"] == "Hang"
     assert (status["stuck"]["process"], status["stuck"]["pid"]) == ("rank 1", pid)
     assert not state_of(pid)
     assert capsys.readouterr().err.rstrip().endswith(f"failed: {status['reason']}")
@@ -215,18 +221,17 @@ def test_a_rank_that_stays_stopped_ends_the_run(
 ALONE = """
 import os, signal, sys, time
 from pathlib import Path
-from megatron_rl.processes import pulse
-from megatron_rl.survival.watch import RankGuard
-from megatron_rl.survival.watch import Watch
+from megatron_rl.processes import heartbeat
+from megatron_rl.survival.watch import RankWatch
 folder, rank, launcher = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
-pulse.BEAT_S = 0.2
-beats = pulse.Beats(folder, rank)
-beats.each.append(RankGuard(Watch(folder, 5.0, launcher=launcher), rank))
+heartbeat.BEAT_S = 0.2
+beats = heartbeat.Heartbeat(folder, rank)
+beats.each.append(RankWatch(folder, 5.0, rank, launcher))
 beats.start()
-with pulse.phase("update"):
+with heartbeat.phase("update"):
     while (folder / "go on").exists():
         time.sleep(0.1)
-        pulse.mark()
+        heartbeat.mark()
     time.sleep(600)
 """
 
@@ -239,7 +244,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     """Starts what ends with the test, in the folder of a run without a launcher: a rank, or another
     program.
     """
-    (tmp_path / "logs" / "pulse").mkdir(parents=True)
+    (tmp_path / "logs" / "heartbeat").mkdir(parents=True)
     (tmp_path / "logs" / "attempt_1").mkdir()
     mark_status(tmp_path, "running")
     begun: list[subprocess.Popen[bytes]] = []
@@ -265,7 +270,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 )
 def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path, alone: Alone) -> None:
     ranks = [alone(rank) for rank in range(2)]
-    wait_for(lambda: (tmp_path / "logs" / "pulse" / "rank_0.json").exists())
+    wait_for(lambda: (tmp_path / "logs" / "heartbeat" / "rank_0.json").exists())
     ranks[0].send_signal(signal.SIGSTOP)
     assert ranks[1].wait(PATIENCE_S) == 1
     assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
@@ -355,12 +360,14 @@ def test_a_rank_by_itself(rank: int, trains: str, status: int, out: str, err: st
     assert done.stderr.endswith(err)
 
 
-def test_a_lost_connection_is_not_a_cause() -> None:
-    lost = "RuntimeError: Connection closed by peer"
-    assert launch.first_cause({0: lost, 2: "killed"}) == 2
-    assert launch.first_cause({0: "ValueError", 1: lost}) == 0
-    assert launch.first_cause({1: lost, 2: lost}) == 1
-    assert launch.first_cause({}) == 0
+DIES = """
+from megatron_rl.processes import heartbeat
+with heartbeat.phase("update"):
+    heartbeat.Heartbeat(folder, int(rank)).beat()
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
 
 
 @pytest.mark.fault(
@@ -372,28 +379,8 @@ def test_a_killed_rank_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pulse = run_folder / "logs" / "pulse" / "rank_1.json"
-    last = json.dumps(
-        {
-            "rank": 1,
-            "host": "",
-            "pid": 0,
-            "birth": 0,
-            "beat": 7,
-            "phase": "update",
-            "seen": True,
-            "entered": 7,
-            "age_s": 0.0,
-            "idle_s": 0.0,
-            "waits": None,
-            "children": [],
-        }
-    )
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
-    dies = (
-        f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
-    )
-    assert launched(dies, ranks=2) == 137
+    assert launched(DIES, ranks=2) == 137
     status = read_status(run_folder)
     assert (status["state"], status["reason"]) == (
         "failed",
@@ -401,72 +388,45 @@ def test_a_killed_rank_is_named(
     )
     log = run_folder / "logs" / "attempt_1" / "rank_1.log"
     cause = status["cause"]
-    assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
+    assert (cause["class"], cause["process"], cause["log"]) == ("SIGKILL", "rank 1", str(log))
     assert cause["phase"] == "update"
     *_, why, last = capsys.readouterr().err.rstrip().splitlines()
-    assert why.startswith(
-        "why: a process was killed (dead_process): rank 1, in update. SIGKILL comes from outside."
-    )
-    assert why.endswith(f"Its log is {log}.")
+    assert why == Cause.read(cause).paragraph()
     assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
 
 
-LOST = "RuntimeError: Connection closed by peer"
-OWN = "SamplerError: the sampler's process ended"
+OWN = {"state": "failed", "reason": "own", "cause": {"class": "SamplerError"}}
+LOST = {"state": "failed", "reason": "lost", "cause": {"class": LOST_PEER}}
+STOPPED = {"state": "stopped", "reason": "after step 4"}
+FINISHED = {"state": "finished", "reason": ""}
+RUNNING = {"state": "running", "reason": ""}
+TERM = "stopped by SIGTERM"
 
 
 @pytest.mark.fault(
     "a rank only followed another one", "the cause is not overwritten by what it said"
 )
 @pytest.mark.parametrize(
-    ("state", "reason", "stopping", "rank", "expected"),
+    ("said", "stopping", "rank", "expected"),
     [
-        ("failed", OWN, None, 0, ("failed", OWN)),
-        ("failed", OWN, None, 1, ("failed", OWN)),  # the driver is still writing its report
-        ("failed", LOST, None, 1, ("failed", "rank 1: why")),
-        (
-            "stopped",
-            "stopped by SIGTERM",
-            None,
-            1,
-            ("failed", "rank 1: why"),
-        ),  # this process has ended it
-        (
-            "stopped",
-            "stopped by SIGTERM",
-            None,
-            0,
-            ("stopped", "stopped by SIGTERM"),
-        ),  # somebody else has
-        ("running", "", None, 0, ("failed", "rank 0: why")),
-        ("running", "", None, None, ("finished", "")),  # it could not say so
-        ("finished", "", None, 1, ("finished", "")),
-        (
-            "stopped",
-            "stopped after step 4",
-            "stopped by SIGTERM",
-            None,
-            ("stopped", "stopped after step 4"),
-        ),
-        ("failed", LOST, "stopped by SIGTERM", 1, ("failed", "rank 1: why")),
-        ("finished", "", "stopped by SIGTERM", None, ("finished", "")),
-        ("running", "", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
+        (OWN, None, 0, ("failed", "own")),
+        (OWN, None, 1, ("failed", "own")),  # the driver is still writing its report
+        (LOST, None, 1, ("failed", "why")),
+        (LOST, TERM, 1, ("failed", "why")),
+        (STOPPED, None, 1, ("failed", "why")),  # this process has ended it
+        (STOPPED, None, 0, ("stopped", "after step 4")),  # another process has
+        (STOPPED, TERM, None, ("stopped", "after step 4")),
+        (RUNNING, None, 0, ("failed", "why")),
+        (RUNNING, None, None, ("finished", "")),  # it could not say so
+        (RUNNING, TERM, None, ("stopped", TERM)),
+        (FINISHED, None, 1, ("finished", "")),
+        (FINISHED, TERM, None, ("finished", "")),
     ],
 )
 def test_whose_word_counts(
-    state: str, reason: str, stopping: str | None, rank: int | None, expected: tuple[str, str]
+    said: dict[str, Any], stopping: str | None, rank: int | None, expected: tuple[str, str]
 ) -> None:
-    assert launch.ending({"state": state, "reason": reason}, stopping, rank, "why") == expected
-
-
-def test_the_error_is_found_in_what_a_log_ends_with() -> None:
-    noise = "(MainProcess pid=8) INFO 11-22 03:15:43 [block_pool.py:861] Successfully reset prefix cache"
-    assert (
-        launch.last_error(["Traceback", "[rank1]: ValueError: a bad shard", noise])
-        == "ValueError: a bad shard"
-    )
-    assert launch.last_error(["megatron_rl.runs.disk.RecordLost: no room", "  at exit"]).endswith(
-        "no room"
-    )
-    assert launch.last_error(["what is this"]) == "what is this"
-    assert launch.last_error([]) == ""
+    failure = None
+    if rank is not None:
+        failure = launch.Failure(rank, "why", Cause("ValueError", f"rank {rank}"))
+    assert launch.ending(said, stopping, failure) == expected

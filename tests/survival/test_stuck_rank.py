@@ -5,6 +5,7 @@ is named.
 torch would.
 """
 
+import faulthandler
 import sys
 import time
 from datetime import timedelta
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from preloaded import Process
 
 from megatron_rl.distributed import receive_size, tell_to_wait, waited_for
-from megatron_rl.processes import pulse
-from megatron_rl.processes.pulse import file_of
-from megatron_rl.survival.watch import Guard, Watch
+from megatron_rl.processes import heartbeat
+from megatron_rl.processes.heartbeat import Heartbeat, file_of
+from megatron_rl.processes.process import SHOW_STACKS
+from megatron_rl.survival.watch import Watch, kill
 
 PATIENCE_S = 240
 LIMIT_S = 10.0  # of torch
@@ -30,22 +32,23 @@ def forget_to_come() -> None:
 
 
 def main(rank: int, folder: Path) -> None:
-    pulse.BEAT_S = 0.5
-    beats = pulse.Beats(folder, rank)
+    faulthandler.register(SHOW_STACKS, all_threads=True, file=(folder / f"stacks_{rank}").open("w"))
+    heartbeat.BEAT_S = 0.5
+    beats = Heartbeat(folder, rank)
     beats.each.append(tell_to_wait)
     beats.start()
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S)
     )
-    with pulse.phase("rollout"):
+    with heartbeat.phase("rollout"):
         if rank:
             (folder / "received").write_text(str(receive_size()))
         else:
             with waited_for():
                 time.sleep(1.5 * LIMIT_S)
             dist.broadcast(torch.tensor([SIZE]), src=0)
-    with pulse.phase("update"):
+    with heartbeat.phase("update"):
         if rank == 0:
             forget_to_come()
         dist.all_reduce(torch.ones(1))
@@ -55,25 +58,24 @@ def main(rank: int, folder: Path) -> None:
 @pytest.mark.fault(
     "a rank does not come to a collective", "it is named with its stack, the one that waits is not"
 )
-def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stuck_rank(tmp_path: Path) -> None:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
     ranks = [
         Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)
     ]
     try:
-        guard = Guard(Watch(tmp_path, 4.0))
+        watch = Watch(tmp_path, 4.0)
         deadline = time.monotonic() + PATIENCE_S
-        while not guard.watch.blocking or guard.watch.blocking[0].phase != "update":
-            assert time.monotonic() < deadline, "nobody was named"
-            assert [one.poll() for one in ranks] == [None, None], "a rank has ended"
-            guard.look()
+        while not watch.blocking or watch.blocking[0].phase != "update":
+            assert time.monotonic() < deadline
+            assert [one.poll() for one in ranks] == [None, None]
+            watch.look()
             time.sleep(0.2)
-        assert [one.process for one in guard.watch.blocking] == ["rank 0"]
+        (hung,) = watch.blocking
+        assert hung.process == "rank 0"
         assert (tmp_path / "received").read_text() == str(SIZE)
-        said = capsys.readouterr().out
-        assert "rank 0 (process" in said
-        assert "in `update`" in said
-        assert "forget_to_come" in said
+        kill(hung)
+        assert "forget_to_come" in (tmp_path / "stacks_0").read_text()
     finally:
         for one in ranks:
             one.kill()

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_rl.engine.messages import Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
 from megatron_rl.processes.channel import Refused
-from megatron_rl.processes.pulse import mark
+from megatron_rl.processes.heartbeat import mark
 from megatron_rl.sampler.client.interface import (
     Completion,
     EngineGone,

@@ -25,6 +25,14 @@ UpdateStep = Literal["init", "start", "stage", "await", "finish", "resume", "abo
 class SamplerError(RuntimeError):
     """The engine did not start, died, or did not answer in time."""
 
+    process = "the sampler's engine"
+    hint = (
+        "Read the end of its log. Where the cache is too small, raise "
+        "sampler.vllm.gpu_memory_utilization (on CPUs sampler.vllm.kv_cache_memory_bytes) or lower "
+        "rollout.max_response_tokens; where others need the memory, lower it. "
+        "sampler.start_timeout_s and sampler.request_timeout_s give a slow machine more time."
+    )
+
 
 class EngineGone(SamplerError):
     """The engine is unreachable, hangs, or broke down; another one may do better."""

@@ -29,7 +29,6 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
-from megatron_rl.survival.trouble import timeouts
 
 ANCHORS = {
     Anchor.sampler: "the sampler",
@@ -64,7 +63,6 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         ),
         *objective(config),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
-        ("timeouts", timeouts(config.run, config.sampler, config.reward)),
         ("disk", str(writes(checked.policy.shape, checked.policy.hf_config, config))),
         *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),

@@ -127,17 +127,17 @@ def _formats(run: RunData) -> list[Any]:
 
 
 def _cause(run: RunData) -> dict[str, str] | None:
-    """Cause of an end that was not requested, with the end of its log."""
+    """Cause of a failure, with the end of its log."""
     cause = Cause.read(run.status.get("cause"))
     state = run.status.get("state")
-    if cause is None or not (state == "failed" or (state == "stopped" and cause.name != "signal")):
+    if cause is None:
         return None
     lines: list[str] = []
     for log in run.logs():
         if state == "failed" and cause.log.endswith(f"{log.parent.name}/{log.name}"):
             lines = last_lines(log, LOG_LINES)
     return {
-        "title": f"{run.name}: {cause.what}",
+        "title": f"{run.name}: {cause.name}",
         "paragraph": cause.paragraph(),
         "log": cause.log,
         "lines": "\n".join(lines),

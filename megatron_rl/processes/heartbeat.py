@@ -1,0 +1,200 @@
+"""Heartbeat of a rank: its phase, its progress and what it waits for, in a file for hang detection
+(survival/watch.py).
+
+The loop says what it does (`phase`, `waiting`, `mark`); a thread writes it to a file every few
+seconds.
+"""
+
+import json
+import linecache
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from megatron_rl.files import read_json
+from megatron_rl.processes.process import birth_of
+
+FOLDER = "heartbeat"  # of the run's logs
+BEAT_S = 3.0
+START = "start"
+BETWEEN = "between phases"
+
+
+class Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Waits:
+    whom: str  # processes whose names begin so
+    limit_s: float  # after which the wait ends by itself
+
+
+class Activity:
+    """What this process does. Only `mark`, `own` and `waiting` may be called by threads beside the
+    main one.
+    """
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.entered = 0
+        # of the main thread, and of another
+        self._waits: dict[bool, Waits | None] = {True: None, False: None}
+        self._delegated = False
+        self._phases: list[str] = []
+        self._outside = START
+        self._owned: list[tuple[str, Process]] = []
+        self._owning = threading.Lock()
+
+    def mark(self) -> None:
+        """Note progress."""
+        self.progress += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._phases.append(name)
+        self._outside = BETWEEN
+        self.entered += 1
+        self.mark()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self.mark()
+
+    @contextmanager
+    def waiting(self, whom: str, limit_s: float) -> Iterator[None]:
+        """Note the processes that this one waits for meanwhile, and its own limit: see `Waits`."""
+        main = threading.current_thread() is threading.main_thread()
+        before = self._waits[main]
+        self._waits[main] = Waits(whom, limit_s)
+        self.mark()
+        try:
+            yield
+        finally:
+            self._waits[main] = before
+            self.mark()
+
+    @contextmanager
+    def delegate_wait(self) -> Iterator[None]:
+        """The main thread waits for another one: what that one waits for, the process waits for."""
+        self._delegated = True
+        try:
+            yield
+        finally:
+            self._delegated = False
+
+    def own(self, name: str, process: Process) -> None:
+        """Add a process that was started here, until it has ended."""
+        with self._owning:
+            self._owned = [(kept, one) for kept, one in self._owned if one.returncode is None]
+            self._owned.append((name, process))
+
+    @property
+    def place(self) -> str:
+        if self._phases:
+            return self._phases[-1]
+        return self._outside
+
+    @property
+    def owned(self) -> list[tuple[str, int]]:
+        return [(name, one.pid) for name, one in self._owned if one.returncode is None]
+
+    def as_fields(self) -> dict[str, Any]:
+        waits = self._waits[not self._delegated]
+        return {
+            "phase": self.place,
+            "entered": self.entered,
+            "progress": self.progress,
+            "waits": asdict(waits) if waits else None,
+            "children": [{"name": name, "pid": pid} for name, pid in self.owned],
+        }
+
+
+ACTIVITY = Activity()
+mark = ACTIVITY.mark
+phase = ACTIVITY.phase
+waiting = ACTIVITY.waiting
+own = ACTIVITY.own
+delegate_wait = ACTIVITY.delegate_wait
+
+
+class Heartbeat:
+    """Thread that writes `logs/heartbeat/rank_N.json`, once there is such a folder."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.each: list[Callable[[], object]] = []  # also called at every beat
+        self._path = file_of(run_dir, rank)
+        self._rank = rank
+        self._count = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Write the last one of this rank."""
+        self._end.set()
+        self._thread.join(BEAT_S)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self.beat()
+            for call in list(self.each):
+                with suppress(Exception):  # of every kind: the next beat tries again
+                    call()
+            self._end.wait(BEAT_S)
+        self.beat(ended=True)
+
+    def beat(self, ended: bool = False) -> None:
+        self._count += 1
+        content = {
+            "rank": self._rank,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "birth": birth_of(os.getpid()),
+            "beat": self._count,
+            "ended": ended,
+            "in_collective": _in_collective(),
+            **ACTIVITY.as_fields(),
+        }
+        new = self._path.with_suffix(".new")
+        # the folder is made by the start of the run; no heartbeat is worth the run
+        with suppress(OSError):
+            new.write_text(json.dumps(content), encoding="utf-8")
+            new.replace(self._path)
+
+
+def file_of(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / FOLDER / f"rank_{rank}.json"
+
+
+def phase_of(run_dir: Path, rank: int) -> str:
+    """The phase of a rank's last heartbeat."""
+    with suppress(ValueError, KeyError):
+        return str(read_json(file_of(run_dir, rank))["phase"])
+    return START
+
+
+def _in_collective() -> bool:
+    """Whether a thread is in a collective, or waits for one that it has begun."""
+    return any(map(_meets, sys._current_frames().values()))
+
+
+def _meets(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    if "/torch/distributed/" in name:
+        return True
+    return "/megatron/core/" in name and ".wait(" in linecache.getline(name, frame.f_lineno)
