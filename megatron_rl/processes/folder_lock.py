@@ -30,14 +30,10 @@ def hold(folder: Path) -> FileIO | None:
     """
     path = folder / LOCK
     for _ in range(LOOKS):
-        made = not path.exists()
         # a lock that others can open is one that others can hold
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if made else 0)
-        try:
-            file = FileIO(os.open(path, flags, 0o600), "r+")
-        except FileExistsError:
-            continue  # made by another start, just now
-        if _locked(file, made) and _is(file, path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = FileIO(os.open(path, flags, 0o600), "r+")
+        if _locked(file) and _is(file, path):
             return file
         file.close()
         time.sleep(PAUSE_S)
@@ -123,14 +119,12 @@ def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
         os.close(lock)
 
 
-def _locked(file: FileIO, made: bool) -> bool:
+def _locked(file: FileIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: it belongs to whoever made it
-        return made
-    return True
+        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # a file system without locks
 
 
 def _is(file: FileIO, path: Path) -> bool:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -63,30 +62,16 @@ def _about_job() -> dict[str, str]:
 
 
 def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """How many processes of this one's control group the kernel has ended so far; 0 where nobody
-    counts.
-    """
-    for path in _counters(groups, own):
-        try:
-            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
-    return 0
-
-
-def _counters(groups: Path, own: Path) -> Iterator[Path]:
-    """Files in which this process's control group may keep its count: of both versions, seen from
-    inside or not.
+    """Count of processes of this one's control group that the kernel has ended for their memory; 0
+    where it is not counted.
     """
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return
+        return 0
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
+        if "memory" in controllers.split(","):  # of cgroups' first version
             root = groups / "memory"
             name = "memory.oom_control"
         elif not controllers:
@@ -94,5 +79,9 @@ def _counters(groups: Path, own: Path) -> Iterator[Path]:
             name = "memory.events"
         else:
             continue
-        yield root / path.lstrip("/") / name
-        yield root / name
+        # seen from outside the group, or from inside
+        for counter in (root / path.lstrip("/") / name, root / name):
+            with suppress(OSError):
+                if found := re.search(r"^oom_kill (\d+)$", counter.read_text(), re.M):
+                    return int(found[1])
+    return 0

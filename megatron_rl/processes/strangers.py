@@ -6,10 +6,9 @@ that hold the key.
 
 import asyncio
 import resource
-from collections import Counter
 
 STRANGER_S = 10.0  # from a connection to its key
-STRANGERS = 128  # at once; beyond that, the oldest one of the address that has most of them is cut
+STRANGERS = 128  # at once; beyond that, the oldest one is cut
 SHARE = 8  # and never more than one in so many of the files that the process may open
 
 
@@ -25,8 +24,7 @@ class Strangers:
         loop = asyncio.get_running_loop()
         self._open[transport] = loop.call_later(seconds, self.cut, transport)
         if len(self._open) > min(self._most, descriptors() // SHARE):
-            ((crowded, _),) = Counter(map(_address, self._open)).most_common(1)
-            self.cut(next(one for one in self._open if _address(one) == crowded))
+            self.cut(next(iter(self._open)))
 
     def forget(self, transport: asyncio.Transport | None) -> None:
         """The connection has shown its key, or has ended."""
@@ -45,7 +43,3 @@ def descriptors() -> int:
     if most == resource.RLIM_INFINITY:
         return 1 << 20
     return most
-
-
-def _address(transport: asyncio.Transport) -> str:
-    return str((transport.get_extra_info("peername") or [""])[0])

