@@ -82,17 +82,19 @@ class Driver:
         self._seen = SamplerStats()
         self._formats = distinct_formats(config.sampler, config.quantization)
         sampled = not config.rollout.supervised
-        alarms = Alarms(config.log.alarms, self._formats, sampled)
-        given: dict[str, Any] = {
-            "if_exists": config.run.if_exists,
-            "alarms": alarms,
-            "sooner": bool(config.run.stop),
-        }
         machine = detect(config.run.device)
         model = Model.read(config.model.folder, config.learner)
         devices = roles(model.layout, config.sampler, machine.gpus).gpus
-        given["rates"] = Achieved(model, devices, machine, sampled)
-        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
+        recorder = Recorder(
+            config.log,
+            resolved_yaml,
+            run_dir,
+            config.run.steps,
+            if_exists=config.run.if_exists,
+            alarms=Alarms(config.log.alarms, self._formats, sampled),
+            rates=Achieved(model, devices, machine, sampled),
+            sooner=bool(config.run.stop),
+        )
         self.recorder = self._stack.enter_context(recorder)
         try:
             self._stop = self._stack.enter_context(
@@ -114,9 +116,12 @@ class Driver:
         config = self._config
         folder = self._config.model.folder
         tokenizer = FolderTokenizer(folder)
-        wanted = {"needs_answer": config.reward.needs_answer or config.rollout.supervised}
         train = load_dataset(
-            "train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted
+            "train",
+            config.data,
+            tokenizer,
+            config.rollout.max_prompt_tokens,
+            needs_answer=config.reward.needs_answer or config.rollout.supervised,
         )
         where = ", ".join(config.data.sources("train"))
         self._data = train.checksum
@@ -159,7 +164,7 @@ class Driver:
         self._sleep_schedule.sleep()
 
     def _open_sessions(self, tokenizer: FolderTokenizer) -> Sessions | None:
-        """Who answers with whole conversations, where the recipe has an environment."""
+        """The sampler of whole conversations, where the recipe has an environment."""
         if self._config.environment.name is None:
             return None
         from megatron_rl.environments.sessions import opened
@@ -168,16 +173,20 @@ class Driver:
 
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config = self._config
-        scorer = self._scorer
-        given: dict[str, Any] = {
-            "rebaseline": config.correction.rebaseline,
-            "seed": config.run.seed,
-        }
-        answers: Answers = (
-            DatasetAnswers(scorer.tokenizer) if config.rollout.supervised else self._answers
+        answers: Answers = self._answers
+        if config.rollout.supervised:
+            answers = DatasetAnswers(self._scorer.tokenizer)
+        gate = None
+        if config.rollout.ahead:
+            gate = Gate(answers, config.rollout)
+        self._collector = Collector(
+            config.rollout,
+            order,
+            gate or answers,
+            self._scorer,
+            rebaseline=config.correction.rebaseline,
+            seed=config.run.seed,
         )
-        gate = Gate(answers, config.rollout) if config.rollout.ahead else None
-        self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:
             return InTurn(self._collector)
         return Ahead(
@@ -196,15 +205,17 @@ class Driver:
         """The held-out sets; those whose reward is the run's share its workers."""
         config = self._config
         evaluators = []
-        pools = {str(self._config.reward.name): rewards}
+        pools = {str(config.reward.name): rewards}
         for one in held_out(config):
+            name = str(one.reward.name)
             found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
             self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
-            if str(one.reward.name) not in pools:
-                pools[str(one.reward.name)] = own = RewardPool(one.reward)
+            if name not in pools:
+                own = RewardPool(one.reward)
                 self._stack.callback(own.close)
                 own.start()
-            scorer = Scorer(one.reward, pools[str(one.reward.name)], tokenizer)
+                pools[name] = own
+            scorer = Scorer(one.reward, pools[name], tokenizer)
             evaluators.append(Evaluator(one, found.prompts, self._answers, scorer))
         return evaluators
 
@@ -221,7 +232,10 @@ class Driver:
         ranks read.
         """
         told = self.sampler.last_sync
-        return {"sync/pause_s": told["pause_s"], "sync/read_bytes": float(told["nbytes"])}
+        return {
+            "sync/pause_s": told["pause_s"],
+            "sync/read_bytes": float(told["nbytes"]),
+        }
 
     def goes_on_without(self, step: int) -> bool:
         """Whether there will be a batch for this step though the sampler refused the weights that
@@ -241,10 +255,14 @@ class Driver:
         self.position = collected.ordinals[1]
         self.recorder.spans(collected.spans)
         batch = collate(collected.scored)
-        trained = {
-            "rollout/trained_tokens": int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
+        trained_tokens = (batch.prompt_lengths_B + batch.response_lengths_B).sum()
+        metrics = {
+            **collected.metrics,
+            "rollout/trained_tokens": int(trained_tokens),
+            **memory_peaks(),
+            **self._engine_news(),
         }
-        return batch, collected.metrics | trained | memory_peaks() | self._engine_news()
+        return batch, metrics
 
     def _engine_news(self) -> dict[str, float]:
         """What became of the engines since the last step."""

@@ -77,12 +77,10 @@ class Progress:
 
     @staticmethod
     def of(step: int, kept: DriverState) -> Progress:
-        return Progress(
-            step,
-            Seen(**kept.seen),
-            kept.position,
-            None if kept.line is None else decode_line(kept.line),
-        )
+        line = None
+        if kept.line is not None:
+            line = decode_line(kept.line)
+        return Progress(step, Seen(**kept.seen), kept.position, line)
 
 
 class SaveSchedule:
@@ -93,8 +91,9 @@ class SaveSchedule:
     def __init__(self, section: CheckpointSection, resumed: Checkpoint | None) -> None:
         self._section = section
         self._saved_at = time.monotonic()
-        best = best_of(resumed.path.parent, section.best) if resumed else None
-        self._best = best[1] if best else None
+        self._best: float | None = None
+        if resumed and (best := best_of(resumed.path.parent, section.best)):
+            self._best = best[1]
 
     def due(
         self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
@@ -105,11 +104,16 @@ class SaveSchedule:
             return None
         value = evaluated.get(section.best or "")
         better = value is not None and (self._best is None or value > self._best)
-        late = bool(section.minutes) and time.monotonic() - self._saved_at >= 60 * section.minutes
-        if not (ending or better or late or (section.every and step % section.every == 0)):
+        due = ending or better
+        if section.every and step % section.every == 0:
+            due = True
+        if section.minutes and time.monotonic() - self._saved_at >= 60 * section.minutes:
+            due = True
+        if not due:
             return None
         self._saved_at = time.monotonic()
-        self._best = value if better else self._best
+        if better:
+            self._best = value
         about: dict[str, Any] = {"driver": dict(kept)}
         if value is not None:
             about["best"] = [section.best, value]

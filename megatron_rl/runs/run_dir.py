@@ -200,9 +200,10 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     ):
         folder.mkdir(parents=True, exist_ok=True)
     config = read_yaml(resolved_yaml)
-    write_whole(
-        run.config, resolved_yaml if (hidden := redact(config)) == config else write_yaml(hidden)
-    )
+    hidden = redact(config)
+    if hidden != config:
+        resolved_yaml = write_yaml(hidden)
+    write_whole(run.config, resolved_yaml)
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
     step = None if found is None else found.step
     before = read_status(run.path)

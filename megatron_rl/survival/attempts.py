@@ -83,19 +83,19 @@ def keep_going(
 def how_far(path: Path) -> tuple[int, int]:
     """(the last step with a line of metrics, the newest checkpoint); 0 where there is none."""
     run = RunDir(path)
-    lines = read_metrics(run.metrics) if run.metrics.is_file() else []
-    return int(lines[-1]["progress/step"]) if lines else 0, max(
-        checkpoints.steps(run.checkpoints), default=0
-    )
+    step = 0
+    if run.metrics.is_file():
+        for line in read_metrics(run.metrics)[-1:]:
+            step = int(line["progress/step"])
+    return step, max(checkpoints.steps(run.checkpoints), default=0)
 
 
 def next_start(path: Path, section: CheckpointSection) -> str:
     step = how_far(path)[1]
     if step:
         return f"the next one goes on after step {step}, in {PAUSE_S:.0f} s"
-    if section.every or section.minutes:
-        why = ""
-    else:
+    why = ""
+    if not (section.every or section.minutes):
         why = ": checkpoint.every and checkpoint.minutes are 0"
     return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
 

@@ -129,9 +129,9 @@ def ending(
     cause = said.get("cause") or {}
     # the driver cannot know what ended another rank
     followed = failure.rank and (state == "stopped" or cause.get("class") == LOST_PEER)
-    if state in ENDED and not followed and failure.cause.name != HANG:
-        return own
-    return ("failed", failure.reason)
+    if failure.cause.name == HANG or followed or state not in ENDED:
+        return ("failed", failure.reason)
+    return own
 
 
 class RankProcesses:

@@ -149,7 +149,10 @@ class StopRequest:
             undecided = self.reason is not None and self._given_up is None and self._end < math.inf
             self._handler.put_back()
             ready, _, _ = select.select([self._wakeup_read], [], [], LOOK_S)
-            for number in os.read(self._wakeup_read, 64) if ready else b"":
+            numbers = b""
+            if ready:
+                numbers = os.read(self._wakeup_read, 64)
+            for number in numbers:
                 if number == 0:
                     return
                 if number in ASKS:
@@ -170,11 +173,13 @@ class StopRequest:
             return
         self._asked_at = time.monotonic()
         self.reason = f"{name} in {phase} of step {self.step}"
-        left = job.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
-        self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
-        if self._end == math.inf:
-            limit = None
-        else:
+        left: float | None = KILL_WAIT_S
+        if number == STOP_AFTER_STEP:
+            left = job.seconds_left()
+        if left is not None:
+            self._end = min(self._end, time.monotonic() + left - MARGIN_S)
+        limit = None
+        if self._end < math.inf:
             limit = max(0.0, self.left()) + SAVE_LIMIT_S
         rest = self._rest()
         if self._given_up:
@@ -184,9 +189,8 @@ class StopRequest:
                 f"whose rest takes {_spoken(rest)}, with {_spoken(self.left())} left", limit
             )
         else:
-            if self._end == math.inf:
-                time_left = ""
-            else:
+            time_left = ""
+            if self._end < math.inf:
                 time_left = f", in the {_spoken(self.left())} that are left"
             self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
 
@@ -197,7 +201,9 @@ class StopRequest:
 
     def _rest(self, after: bool = False) -> float:
         """Seconds that the step and its save still take."""
-        return self._clock.rest(after) + (math.inf if self.save_s is None else self.save_s)
+        if self.save_s is None:
+            return math.inf
+        return self._clock.rest(after) + self.save_s
 
     def _say(self, text: str, limit_s: float | None) -> None:
         """`limit_s`: how long a launcher waits, from the signal on; None: for ever."""

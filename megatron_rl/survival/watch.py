@@ -62,8 +62,14 @@ class ProcessIssue:
 
     def as_fields(self) -> dict[str, Any]:
         """The fields of `stuck` in status.json."""
-        names = ("how", "process", "pid", "host", "phase")
-        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds)}
+        return {
+            "how": self.how,
+            "process": self.process,
+            "pid": self.pid,
+            "host": self.host,
+            "phase": self.phase,
+            "seconds": round(self.seconds),
+        }
 
 
 class Watch:
