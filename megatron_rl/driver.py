@@ -304,20 +304,18 @@ class Driver:
         ]
         with waited_for(), self._stop.waiting():
             told = self.sampler.routed_experts(sequences, layers)
-        if told:
-            return pad_sequence(
-                [torch.tensor(one) for one in told], batch_first=True, padding_value=-1
-            )
-        return None
+        if not told:
+            return None
+        chosen = [torch.tensor(one) for one in told]
+        return pad_sequence(chosen, batch_first=True, padding_value=-1)
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            return {
-                name: value
-                for each in self._evaluators
-                for name, value in each.evaluate(step).items()
-            }
+            metrics: dict[str, float] = {}
+            for each in self._evaluators:
+                metrics |= each.evaluate(step)
+            return metrics
 
     def check_time(self) -> None:
         """Gives the step up where the time that is left does not suffice for what follows."""
@@ -342,19 +340,21 @@ class Driver:
         return about
 
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
-        self.recorder.ledger(
-            step, self._ordinals, sorted({one.rollout.group for one in self._scored})
-        )
+        trained = {one.rollout.group for one in self._scored}
+        self.recorder.ledger(step, self._ordinals, sorted(trained))
         every = self._config.log.record_every
         if every == 0 or step % every:
             return
         scored = self._scorer.whole(self._scored)
-        prox_BT = correction.source.prox_logprobs_BT
+        prox_BT = correction.source.prox_logprobs_BT  # none where the sampler is the anchor
+        pieces = {}
+        for place in choose(scored, prox_BT):
+            pieces[place] = self._scorer.pieces(scored[place])
         self.recorder.rollouts(
             step,
             scored,
-            pieces={place: self._scorer.pieces(scored[place]) for place in choose(scored, prox_BT)},
-            prox_logprobs_BT=prox_BT,  # none where the sampler is the anchor
+            pieces=pieces,
+            prox_logprobs_BT=prox_BT,
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,

@@ -265,9 +265,9 @@ class RankProcesses:
 
     def _settle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(
-            child.poll() is None for child in self._processes
-        ):
+        while time.monotonic() < deadline:
+            if all(child.poll() is not None for child in self._processes):
+                return
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -298,9 +298,12 @@ class RankProcesses:
         for rank in self._failed:
             code = self._processes[rank].returncode
             reason, cause = read_end(self._run.logs, rank, code, out_of_memory)
-            phase = phase_of(self._run.path, rank)
-            found.append(Failure(rank, f"rank {rank}: {reason}", replace(cause, phase=phase)))
-        return next((one for one in found if one.cause.name != LOST_PEER), found[0])
+            cause = replace(cause, phase=phase_of(self._run.path, rank))
+            found.append(Failure(rank, f"rank {rank}: {reason}", cause))
+        for one in found:
+            if one.cause.name != LOST_PEER:
+                return one
+        return found[0]
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
