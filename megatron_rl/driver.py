@@ -127,7 +127,12 @@ class Driver:
         self._data = train.checksum
         self.recorder.note(f"train    {where}: {train.describe()}")
         if self.resumes:
-            refuse_other_data(self.resumes.driver.data, self._data, config.run.resume_allow, where)
+            refuse_other_data(
+                self.resumes.driver.data,
+                self._data,
+                config.run.resume_allow,
+                where,
+            )
         # once the sampler and the rewards are closed
         after_all = self._stack.enter_context(ExitStack())
         rewards = RewardPool(config.reward)
@@ -144,7 +149,12 @@ class Driver:
         self.position = self.resumes.driver.position if self.resumes else 0
         self._sessions = self._open_sessions(tokenizer)
         self._batches = self._open_batches(
-            PromptOrder(train, config.run.seed, config.data.shuffle, self.position)
+            PromptOrder(
+                train,
+                config.run.seed,
+                config.data.shuffle,
+                self.position,
+            )
         )
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
@@ -208,7 +218,12 @@ class Driver:
         pools = {str(config.reward.name): rewards}
         for one in held_out(config):
             name = str(one.reward.name)
-            found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
+            found = load_held_out(
+                one,
+                config.data,
+                tokenizer,
+                config.rollout.max_prompt_tokens,
+            )
             self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
             if name not in pools:
                 own = RewardPool(one.reward)

@@ -5,6 +5,7 @@ machine.
 on one worker.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -17,11 +18,11 @@ import pytest
 from helpers import Command
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.processes.process import SHORT_SPIN, collect_rarely
+from megatron_rl.processes.process import SHORT_SPIN
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)
-collect_rarely()
+gc.set_threshold(1_000_000, 50, 50)
 hypothesis.settings.register_profile("here", deadline=None)  # no example is wrong for being slow
 hypothesis.settings.load_profile("here")
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from megatron_rl.files import read_json
@@ -190,11 +189,11 @@ def phase_of(run_dir: Path, rank: int) -> str:
 
 def _in_collective() -> bool:
     """Whether a thread is in a collective, or waits for one that it has begun."""
-    return any(map(_meets, sys._current_frames().values()))
-
-
-def _meets(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if "/torch/distributed/" in name:
-        return True
-    return "/megatron/core/" in name and ".wait(" in linecache.getline(name, frame.f_lineno)
+    for frame in sys._current_frames().values():
+        name = frame.f_code.co_filename
+        if "/torch/distributed/" in name:
+            return True
+        line = linecache.getline(name, frame.f_lineno)
+        if "/megatron/core/" in name and ".wait(" in line:
+            return True
+    return False

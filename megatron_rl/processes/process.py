@@ -63,15 +63,11 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def collect_rarely() -> None:
-    """Let garbage wait for a million new objects, not 700: what imports make stays."""
-    gc.set_threshold(1_000_000, 50, 50)
-
-
 @contextmanager
 def rare_collections() -> Iterator[None]:
+    """Let garbage wait for a million new objects, not 700: what imports make stays."""
     usual = gc.get_threshold()
-    collect_rarely()
+    gc.set_threshold(1_000_000, 50, 50)
     try:
         yield
     finally:

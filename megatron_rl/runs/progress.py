@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState, best_of
@@ -33,8 +33,9 @@ class Seen:
     tokens: int = 0
 
     def after(self, batch: Batch) -> Seen:
-        return replace(
-            self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_N.sum())
+        return Seen(
+            samples=self.samples + len(batch),
+            tokens=self.tokens + int(batch.mask_N.sum()),
         )
 
     def metrics(self, batch: Batch, step: int) -> dict[str, float]:
@@ -73,7 +74,11 @@ class Progress:
                 for name, value in self.line.items()
             }
             line = encode_line(numbers)
-        return {"position": self.position, "seen": asdict(self.seen), "line": line}
+        return {
+            "position": self.position,
+            "seen": asdict(self.seen),
+            "line": line,
+        }
 
     @staticmethod
     def of(step: int, kept: DriverState) -> Progress:

@@ -218,7 +218,14 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
             "reason": str(before.get("reason"))[:LONGEST_BEFORE],
         }
     about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
-    mark_status(run.path, "starting", **about, resumes_after=step, stopping=None, stuck=None)
+    mark_status(
+        run.path,
+        "starting",
+        **about,
+        resumes_after=step,
+        stopping=None,
+        stuck=None,
+    )
     return run
 
 

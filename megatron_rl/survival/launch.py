@@ -152,8 +152,6 @@ class RankProcesses:
         self._asked_at = 0.0
         self._asked_twice = False
         self._failed: list[int] = []  # ranks that ended by themselves
-        self._next_look = 0.0
-        self._last_word = float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
         process.hold(process.STOP_AFTER_STEP)  # a rank starts with what its parent holds
         for number in ENDS_WITH:
@@ -166,16 +164,21 @@ class RankProcesses:
         log = self.log_of(rank).open("ab")
         kept = () if rank else DRIVER_SECRETS
         inherited = without_secrets(os.environ, keep=kept)
+        locks: list[int] = []
+        if self._run.lock:  # held until the last rank has ended
+            locks.append(self._run.lock.fileno())
         with log:
             return subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rank", str(self._run.path), str(os.getpid())],
-                env={**inherited, **self._given, **rank_environment(rank, self._count, store)},
+                env={
+                    **inherited,
+                    **self._given,
+                    **rank_environment(rank, self._count, store),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
-                pass_fds=[self._run.lock.fileno()]
-                if self._run.lock
-                else [],  # held until the last rank has ended
+                pass_fds=locks,
                 start_new_session=True,
             )
 
@@ -219,8 +222,6 @@ class RankProcesses:
             if reason := self._watch.look():
                 return self._give_up(reason)
             self._silence.look(lambda: phase_of(self._run.path, 0))
-            if self._overstayed():
-                return int(read_status(self._run.path).get("state") != "finished")
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
@@ -253,15 +254,6 @@ class RankProcesses:
         limit_s = (status.get("stopping") or {"limit_s": silent_s})["limit_s"]
         late = limit_s is not None and time.monotonic() - self._asked_at > limit_s + STOP_GRACE_S
         return late or self._asked_twice
-
-    def _overstayed(self) -> bool:
-        """The driver's last word is long past, and somebody is still there."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + 1
-            if read_status(self._run.path).get("state") in ENDED:
-                self._last_word = min(self._last_word, now)
-        return now - self._last_word > process.LEAVE_S + PEER_GRACE_S
 
     def _settle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -158,9 +158,9 @@ class Watch:
 
     def _limit_s(self, waiting: Beat | None) -> float:
         """Seconds without progress after which the run hangs."""
-        if waiting:
-            return max(self._timeout_s, waiting["waits"]["limit_s"] + MARGIN_S)
-        return self._timeout_s
+        if waiting is None:
+            return self._timeout_s
+        return max(self._timeout_s, waiting["waits"]["limit_s"] + MARGIN_S)
 
     def _stopped(self, beats: list[Beat]) -> Iterator[ProcessIssue]:
         before = self._stopped_at
@@ -277,7 +277,8 @@ def _kill_group(pid: int) -> None:
 
 
 def _changed(before: Beat, beat: Beat, name: str) -> bool:
-    return any(before.get(key) != beat[key] for key in ("pid", name))
+    same_process = before.get("pid") == beat["pid"]
+    return not same_process or before[name] != beat[name]
 
 
 def _is_stopped(pid: int) -> bool:
@@ -306,14 +307,28 @@ def _behind(beats: list[Beat]) -> list[Beat]:
 
 
 def _of_rank(beat: Beat, how: str, seconds: float) -> ProcessIssue:
-    return _issue(beat, f"rank {beat['rank']}", beat["pid"], how, seconds, blocks=True)
+    return _issue(
+        beat,
+        f"rank {beat['rank']}",
+        beat["pid"],
+        how,
+        seconds,
+        blocks=True,
+    )
 
 
 def _of_child(beat: Beat, child: Mapping[str, Any], how: str, seconds: float) -> ProcessIssue:
     """The issue of a process that a rank has started."""
     waits = beat["waits"]
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
-    return _issue(beat, child["name"], child["pid"], how, seconds, blocks)
+    return _issue(
+        beat,
+        child["name"],
+        child["pid"],
+        how,
+        seconds,
+        blocks,
+    )
 
 
 def _issue(

@@ -40,13 +40,6 @@ release(STOP_AFTER_STEP)
 sys.exit(0 if heard else 3)
 """
 LISTS = "(folder / f'environment_{rank}').write_text('\\n'.join(f'{k}={v}' for k, v in os.environ.items()))"
-STAYS = """
-if rank == "0":
-    (folder / "status.json").write_text('{"state": "failed", "reason": "no space left"}')
-time.sleep(60)
-"""
-
-
 Launched = Callable[..., int]
 
 
@@ -173,16 +166,6 @@ def test_a_directory_that_is_gone(
     assert said.endswith(
         f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n"
     )
-
-
-@pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
-def test_who_does_not_go_is_ended(
-    run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch.process, "LEAVE_S", 0.1)
-    monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
-    assert launched(STAYS, ranks=2) == 1
-    assert read_status(run_folder)["reason"] == "no space left"
 
 
 STOPS = """
