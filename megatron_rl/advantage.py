@@ -27,12 +27,9 @@ def group_advantages(
     groups_N: Tensor,
     keep_N: Tensor,
     config: AdvantageConfig,
-    masses_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Float32 advantages, 0 where `keep_N` is false: also of a group of one, if siblings are
     compared.
-
-    `masses_N` weigh the rewards in the mean that they are compared with.
     """
     keep_N = keep_N.bool()
     rewards = rewards_N.double()
@@ -62,13 +59,6 @@ def group_advantages(
             "rloo"
         )
     times, over = _scale(centred, mean, counts, groups_N, config)
-    if masses_N is not None:
-        masses_N = masses_N.double().masked_fill(~keep_N, 0.0)
-        heavy = _group_sums(masses_N, groups_N)
-        weighed = _group_sums(masses_N * rewards, groups_N) / heavy.clamp(
-            min=torch.finfo(heavy.dtype).tiny
-        )
-        centred = rewards - torch.where(heavy > 0, weighed, mean)
     advantages = centred * times / over
     return advantages.masked_fill(~keep_N, 0.0).float(), keep_N
 
@@ -79,19 +69,16 @@ def session_advantages(
     samples_N: Tensor | None,
     keep_N: Tensor,
     config: AdvantageConfig,
-    masses_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `group_advantages`, where a session may have several rows: in its group's baseline it
     counts once.
     """
     if samples_N is None:
-        return group_advantages(rewards_N, groups_N, keep_N, config, masses_N)
+        return group_advantages(rewards_N, groups_N, keep_N, config)
     keep_N = keep_N.bool()
     first_N = _first_rows(groups_N, samples_N, keep_N)
     stands_N = keep_N & (first_N == torch.arange(len(first_N)))
-    if masses_N is not None:
-        masses_N = torch.zeros_like(masses_N).index_add_(0, first_N, masses_N * keep_N)
-    advantages_N, kept_N = group_advantages(rewards_N, groups_N, stands_N, config, masses_N)
+    advantages_N, kept_N = group_advantages(rewards_N, groups_N, stands_N, config)
     kept_N = kept_N[first_N] & keep_N
     return advantages_N[first_N].masked_fill(~kept_N, 0.0), kept_N
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
-from megatron_rl.config import ConfigError, to_yaml
-from megatron_rl.config.layers import read_file
+from megatron_rl.config import ConfigError, from_mapping, to_yaml
+from megatron_rl.config.load import recorded as recorded_mapping
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.config.schema import Config
 from megatron_rl.files import open_regular, replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
@@ -62,10 +61,9 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     """Raises where the recipe has changed in what the run has learnt with, unless the key is in
     run.resume_allow.
     """
-    before = read_file(recorded)
+    before = read_yaml(to_yaml(from_mapping(recorded_mapping(recorded))))
     after = read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
-    defaults = dict(flatten(read_yaml(to_yaml(Config()))))
     found = [
         (key, old, new)
         for key, old, new in changes(before, after)
@@ -73,9 +71,6 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
             key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE
         )
         and (key not in allowed or key.startswith(FIXED))
-        and not (
-            old == NONE and new == defaults.get(key)
-        )  # a newer version's key, which changes nothing
     ]
     if found:
         listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
@@ -104,19 +99,14 @@ def refuse_other_data(
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of what differs. A key that the older version of the project did
-    not have is new.
-    """
+    """(key, old value, new value) of what differs."""
     before = dict(flatten(old))
     after = dict(flatten(new))
-    for key in sorted(before.keys() & after.keys()):
-        if before[key] != after[key]:
-            yield key, before[key], after[key]
-    for key in sorted(before.keys() ^ after.keys()):
-        section = key.rpartition(".")[0]
-        # else a whole section is new
-        if any(each.rpartition(".")[0] == section for each in before):
-            yield key, before.get(key, NONE), after.get(key, NONE)
+    for key in sorted(before.keys() | after.keys()):
+        was = before.get(key, NONE)
+        now = after.get(key, NONE)
+        if was != now:
+            yield key, was, now
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:

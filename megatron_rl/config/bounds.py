@@ -20,8 +20,8 @@ WEEK_S = 7 * 24 * 3600
 @dataclass(frozen=True)
 class Bound:
     holds: Callable[[Any], bool]
-    complaint: str  # with places for the key and the value
-    words: str  # what it asks for
+    words: str  # the values that it allows
+    way_out: str
 
 
 class Inside(dict[str, Bound]):
@@ -45,11 +45,11 @@ def between(least: float, most: float, expected: str = "") -> Bound:
 
 
 def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
-    return Bound(holds, "{key}: {value:g}, expected " + expected, expected)
+    return Bound(holds, expected, f"expected {expected}")
 
 
 def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
-    return Bound(holds, "{key} is {value}: " + way_out, way_out)
+    return Bound(holds, way_out, way_out)
 
 
 def is_number(value: Any) -> bool:
@@ -108,9 +108,9 @@ def is_folder_name(name: str) -> bool:
 
 FOLDER_NAME = Bound(
     is_folder_name,
-    "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the "
-    f"first character, at most {LONGEST_NAME} bytes",
     "names one folder",
+    "it names one folder; use letters, digits and any of . _ - after the first character, at most "
+    f"{LONGEST_NAME} bytes",
 )
 SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
 SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
@@ -167,7 +167,7 @@ def as_written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        if value in ("", "null") or value != value.strip():
+        if value in ("", "null") or value != value.strip() or not value.isprintable():
             return repr(value)
         return value
     if isinstance(value, bool):

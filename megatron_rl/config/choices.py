@@ -26,12 +26,8 @@ Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
 # interpolated: between sampler and policy, the nearer to the policy the staler the token (A-3PO)
 Anchor = StrEnum("Anchor", ["prox", "sampler", "interpolated"])
 Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
-# min: the token's own ratio times the smallest one before it, in place of the product of all before
-# it
-Aggregate = StrEnum("Aggregate", ["product", "geometric", "min"])
+Aggregate = StrEnum("Aggregate", ["product", "geometric"])
 Outside = StrEnum("Outside", ["truncate", "zero"])
-# mix: every weight w becomes 1 + a (w - 1), with one a in [0, 1] for the batch
-TargetBy = StrEnum("TargetBy", ["cap", "mix"])
 # staleness: updates between the policy that wrote the token and the learner's
 Stat = StrEnum(
     "Stat",
@@ -42,18 +38,15 @@ Stat = StrEnum(
         "k3",
         "m2",
         "abs",
-        "excess",
-        "prob",
         "tv",
         "binary_kl",
         "binary_kl_max",
         "staleness",
     ],
 )
-# arithmetic: the plain mean of a ratio, whose mean is otherwise the geometric one
-Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min", "arithmetic"])
-# outward: only tokens that the update would move further from the sampler
-When = StrEnum("When", ["negative_advantage", "outward"])
+# mean of a ratio: the geometric one
+Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
+When = StrEnum("When", ["negative_advantage"])
 NonFinite = StrEnum(
     "NonFinite",
     {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"},

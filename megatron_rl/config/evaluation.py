@@ -68,15 +68,19 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
         temperature = section.temperature
     else:
         temperature = one.temperature
-    if temperature is None:
-        temperature = rollout.temperature if samples > 1 else 0.0
+    if temperature is None and samples > 1:
+        temperature = rollout.temperature
+    if one.top_p is None:
+        top_p = section.top_p
+    else:
+        top_p = one.top_p
     return HeldOut(
         name=name,
         path=_file(one.path) if one.path else config.data.eval or "",
         max_prompts=one.max_prompts or section.max_prompts,
         samples=samples,
-        temperature=temperature,
-        top_p=section.top_p if one.top_p is None else one.top_p,
+        temperature=temperature or 0.0,
+        top_p=top_p,
         max_tokens=one.max_response_tokens
         or section.max_response_tokens
         or rollout.max_response_tokens,

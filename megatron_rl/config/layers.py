@@ -17,15 +17,15 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml
+from megatron_rl.config.plain_yaml import CONF, read_yaml
 
-MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
 # a cluster's null takes one out
 PASSED_THROUGH = (
     ("learner", "megatron"),
     ("optim", "megatron"),
     ("sampler", "vllm"),
+    ("loss", "params"),
 )
 CLUSTER = "cluster"
 OTHERWISE = {
@@ -54,33 +54,26 @@ class Layer:
 
 def of_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     """A recipe's layers, each above those before it: its bases, its own file, each override."""
-    return [*_files(Path(recipe), []), *of_overrides(overrides)]
+    return [*_files(Path(recipe)), *of_overrides(overrides)]
 
 
 def of_overrides(overrides: Sequence[str]) -> list[Layer]:
     return [Layer(COMMAND_LINE, _override(word)) for word in overrides]
 
 
-def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that
-    lead here.
-    """
-    loaded = read_file(path, seen)  # first: a name that cannot be one is refused there
+def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
+    """A file above its bases. `seen`: the files that lead here."""
+    loaded = read_file(path, seen)
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(
             f"{path}: `base` leads back to the file itself; remove one of the two lines"
         )
-    read.append(n_values(loaded))
-    if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
-        most = f"{MOST_FILES} files or {MOST_NODES} values"
-        raise ConfigError(
-            f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files"
-        )
     bases = loaded.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
+    if isinstance(bases, str):
+        bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
-    below = [layer for base in bases for layer in _files(path.parent / base, read, (*seen, path))]
+    below = [layer for base in bases for layer in _files(path.parent / base, (*seen, path))]
     return [*below, Layer(os.path.relpath(path), loaded)]
 
 
@@ -157,11 +150,6 @@ def _leaves(key: str, value: Any, whole: Collection[str]) -> Iterator[tuple[str,
         yield from _leaves(f"{key}.{name}", inner, whole)
 
 
-def n_values(node: Any) -> int:
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    return 1 + sum(map(n_values, inner))
-
-
 def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if seen:
         named = f"{seen[-1]}: base names {path}, but there is"
@@ -170,13 +158,13 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file():
         stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
-        hint = f"; did you mean {stems[near[0]]}?" if near else ""
+        hint = ""
+        if near:
+            hint = f"; did you mean {stems[near[0]]}?"
         raise ConfigError(f"{named} no such file{hint}")
     try:
-        if path.stat().st_size > LARGEST_TEXT:
-            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
         loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(
@@ -202,17 +190,20 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
         return [], value
     if not isinstance(value, Mapping):
         return [value], {}
-    return [value["preset"]] if "preset" in value else [], {
-        key: one for key, one in value.items() if key != "preset"
-    }
+    rest = {key: one for key, one in value.items() if key != "preset"}
+    if "preset" in value:
+        return [value["preset"]], rest
+    return [], rest
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of both mappings, section by section; those of `above` count."""
     merged = dict(below)
     for key, value in above.items():
-        inside = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = overlaid(merged[key], value) if inside else value
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = overlaid(merged[key], value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -249,10 +240,6 @@ def _override(item: str) -> dict[str, Any]:
         value = read_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
-    if key.count(".") > DEEPEST:
-        raise ConfigError(
-            f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep"
-        )
     return nested(key, value)
 
 

@@ -8,15 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from megatron_rl.config import engine_rules, layers, rules
 from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
-from megatron_rl.config.plain_yaml import CONF, MOST_NODES, read_yaml, write_line, write_yaml
+from megatron_rl.config.plain_yaml import CONF, read_yaml, write_line, write_yaml
 from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, sound, without
+from megatron_rl.config.shape import key_of, keys_in, made, misfits, without
+from megatron_rl.config.unknown import carried
 
 __all__ = [
     "CONF",
@@ -47,7 +45,9 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
 def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | None, str | None]:
     """The cluster that a recipe is for, and the machine that this is, as `--on` has it."""
     name = layers.naming(layers.of_recipe(recipe, overrides)).content[layers.CLUSTER]
-    return name, (layers.cluster(name).get(MACHINE) if name is not None else None)
+    if name is None:
+        return None, None
+    return name, layers.cluster(name).get(MACHINE)
 
 
 def all_keys() -> list[str]:
@@ -97,8 +97,6 @@ def flat(config: Config) -> dict[str, Any]:
 
 def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     merged = layers.merged(given)
-    if layers.n_values(merged) > MOST_NODES:
-        raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     if "axes" in merged:
         raise ConfigError(
             f"{path}: `axes` make it a grid of runs, started by python "
@@ -107,30 +105,24 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:
         merged["run"] = {**run, "name": path.stem}
-    unreadable = list(misfits(merged, Config))
-    if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
-        rest = without(merged, unreadable)
+    wrong = list(misfits(merged, Config))
+    if wrong:  # those keys stand at their defaults
         merged = {
             section: value
-            for section, value in rest.items()
+            for section, value in without(merged, wrong).items()
             if not any(misfits({section: value}, Config))
         }
-    config, found = check(_typed(merged))
-    sections = {key_of(line).partition(".")[0] for line in unreadable}
-    found = [line for line in found if not any(f"{section}." in line for section in sections)]
-    return config, [*unreadable, *found]
-
-
-def check(config: Config) -> tuple[Config, list[str]]:
-    """The config with wrong values at null or their defaults, and all that the recipe alone shows
-    to be wrong.
-    """
-    config, wrong = sound(config)
-    found = findings((*rules.RULES, *engine_rules.RULES), vars(config))
+    config = made(Config, merged)
+    keys = set(map(key_of, wrong))
     return config, [
-        *wrong.values(),
-        *(line for line in found if not any(key in line for key in wrong)),
+        *wrong,
+        *(line for line in check(config) if not any(key in line for key in keys)),
     ]
+
+
+def check(config: Config) -> list[str]:
+    """Keys that do not go together."""
+    return list(findings((*rules.RULES, *engine_rules.RULES), vars(config)))
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -141,16 +133,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Config:
     found = list(misfits(resolved, Config))
     if found:
         raise ConfigError("\n".join(found))
-    return _typed(resolved)
-
-
-def _typed(mapping: Mapping[str, Any]) -> Config:
-    try:
-        node = OmegaConf.merge(defaults(Config), OmegaConf.create(dict(mapping)))
-        return OmegaConf.to_object(node)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from None
+    return made(Config, resolved)
 
 
 def to_yaml(config: Config) -> str:
@@ -167,7 +150,7 @@ def to_yaml(config: Config) -> str:
 def preset_name(section: str, value: Any) -> str | None:
     for path in sorted((CONF / section).glob("*.yaml")):
         preset = read_yaml(path.read_text(encoding="utf-8")) or {}
-        if OmegaConf.to_object(OmegaConf.merge(defaults(value.__class__), preset)) == value:
+        if made(type(value), preset) == value:
             return path.stem
     return None
 
@@ -198,10 +181,13 @@ def from_base(
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """The mapping of a recorded configuration, without preset names and removed keys: a base for
+    """The mapping of a recorded configuration in today's keys, without preset names: a base for
     overrides.
     """
-    return known(_without_preset_names(layers.read_file(path)), Config)
+    try:
+        return carried(_without_preset_names(layers.read_file(path)))
+    except ValueError as error:
+        raise ConfigError(f"{path}: recorded by another version:\n{error}") from None
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:

@@ -2,6 +2,7 @@
 and learner.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -40,10 +41,11 @@ from megatron_rl.config.choices import (  # isort: skip
     Reduction,
     Router,
     Stat,
-    TargetBy,
     TrustRegion,
     When,
 )
+
+from megatron_rl.loss.table import LOSSES
 
 ALL_LINEAR = "all-linear"
 RECOMPUTE = "recompute_"  # how fields of TransformerConfig begin that say what is recomputed
@@ -75,19 +77,14 @@ class WeightConfig:
     high: Annotated[
         float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")
     ] = 2.0
-    # effective sample size of a batch for which target_by is solved, such as 0.95; null: the cap is
-    # high
+    # effective sample size of a batch for which the cap is solved, such as 0.95; null: it is high
     target_ess: Annotated[
         float | None,
         need(
             lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1"
         ),
     ] = None
-    target_by: TargetBy = TargetBy.cap  # what is solved for target_ess
     normalize: bool = False  # weights are divided by their mean over the batch
-    when: When | None = None  # weighs only there, 1 elsewhere
-    # of the policy as it is at each update, not as it was before the batch's first
-    current: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +110,8 @@ class CorrectionConfig:
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
     rebaseline: bool = True  # advantages compare the answers that rules have left
-    # grpo, dr_grpo: the baseline of least variance, of rewards weighed by squared weights
-    weigh_baseline: bool = False
     # the loss is divided by the tokens that rules have left; false: by all
     renormalize: bool = True
-    # optim.lr is multiplied by the effective sample size to this power; 0.5 for Adam (VCPO)
-    step_power: Annotated[float, between(0, 1)] = 0.0
     # what becomes of a token whose sampler logprob is no number
     non_finite: NonFinite = NonFinite.drop
 
@@ -129,49 +122,57 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    name: LossName = "ppo"  # the formula
-    clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
-    clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
-    # ppo family: the most that a wrong answer's token may cost, in advantages, such as 3; null: no
-    # limit
+class LossParams:
+    """Parameters of single losses, in `loss.params`: each loss has those that LOSSES lists."""
+
+    # the most that a token of a wrong response may cost, in advantages, such as 3; null: no limit
     dual_clip: Annotated[
         float | None,
         need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1"),
     ] = None
-    absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
-    # ppo, cispo: whose ratio is clipped
-    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
-    # ppo, cispo: how the ratios of several tokens make one
-    aggregate: Aggregate = Aggregate.product
-    # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products
-    # of prefixes (CTPO)
-    clip_growth: Annotated[float, between(-1, 1)] = 0.0
-    # the clip's upper bound is divided by what correction.weight.high left of a token's weight
-    # (QuRL)
-    clip_by_weight: bool = False
-    # sapo: the gate's temperature where the advantage is above 0; larger is narrower
+    absolute: bool = False  # if true, clip_high caps the ratio itself, without a lower bound
+    # temperature of the gate where the advantage is above 0; larger is narrower
     tau_positive: Tau = 1.0
-    tau_negative: Tau = 1.05  # sapo: the same where it is not
-    # dppo: what is bounded by clip_low and clip_high
+    tau_negative: Tau = 1.05  # the same where it is not
+    # distance that clip_low and clip_high bound
     trust_region: TrustRegion = TrustRegion.total_variation
-    # dppo: the mean distance that a row's tokens may have so far, above which the next ones may
-    # have less, such as 0.02 (CPPO); null: none
-    prefix_budget: Annotated[float | None, above(0)] = None
-    # with prefix_budget: what a row's last token counts
-    late_weight: Annotated[float, between(0, 1)] = 1.0
-    # clip_cov, kl_cov: share of tokens that are selected
+    # share of tokens that are selected
     cov_fraction: Annotated[
         float,
         need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1"),
     ] = 2e-4
-    cov_low: float = 1.0  # clip_cov: lower end of the band of covariances to draw from
-    cov_high: float = 5.0  # clip_cov: its upper end
-    # kl_cov: what selected tokens pay for a nat of distance from the anchor
+    cov_low: float = 1.0  # lower end of the band of covariances to draw from
+    cov_high: float = 5.0  # its upper end
+    # cost of a selected token for each nat of distance from the anchor
     cov_kl_coef: Coefficient = 1.0
-    # vespo: power and rate of the soft weight where the advantage is 0 or more
+    # power and rate of the soft weight where the advantage is 0 or more
     gamma_positive: Shape = field(default_factory=lambda: [2.0, 3.0])
-    gamma_negative: Shape = field(default_factory=lambda: [3.0, 2.0])  # vespo: the same below 0
+    gamma_negative: Shape = field(default_factory=lambda: [3.0, 2.0])  # the same below 0
+
+
+def resolved_params(loss: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All parameters of a loss. Defaults of other losses' parameters are left out."""
+    defaults = vars(LossParams())
+    known = LOSSES[loss].params if loss in LOSSES else ()
+    own = {name: defaults[name] for name in known}
+    return own | {
+        name: value
+        for name, value in given.items()
+        if name in known or name not in defaults or value != defaults[name]
+    }
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: LossName = "ppo"  # the formula
+    clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
+    clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
+    # ppo, cispo: whose ratio is clipped
+    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
+    # ppo, cispo: how the ratios of several tokens make one
+    aggregate: Aggregate = Aggregate.product
+    # of this loss alone, such as {dual_clip: 3}: loss.params.* below; unset ones have their defaults
+    params: dict[str, Any] = field(default_factory=dict)
     # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     reduction: Reduction | None = None
     kl_coef: Coefficient = 0.0  # of the KL penalty; 0: none, and no reference is loaded
@@ -185,6 +186,9 @@ class LossConfig:
     entropy_coef: float = 0.0  # of the bonus for entropy
     # tokens of KL and entropy: those trained on, or rejected ones that are counted too
     kl_on: KlOn = KlOn.trained
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", resolved_params(self.name, self.params))
 
     @property
     def needs_reference(self) -> bool:

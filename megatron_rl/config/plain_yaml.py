@@ -1,5 +1,5 @@
-"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys,
-huge texts refused.
+"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys
+are refused.
 """
 
 import re
@@ -13,10 +13,6 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 PLAIN_FLOAT = re.compile(
     r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
-# far above any recipe; beyond it a text was made to keep its reader busy
-LARGEST_TEXT = 1 << 20
-MOST_NODES = 10_000  # what aliases repeat counts each time
-DEEPEST = 32
 # Configuration is free of secrets by design; what it passes on (settings, keys of megatron-core,
 # vLLM) might hold one
 SECRET_KEY = re.compile(
@@ -29,29 +25,6 @@ class PlainLoader(yaml.SafeLoader):
     stand alone.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._nodes = self._nodes + 1
-        self._depth = self._depth + 1
-        if self._depth > DEEPEST or self._nodes > MOST_NODES:
-            if self._depth > DEEPEST:
-                problem = f"nested more than {DEEPEST} deep"
-            else:
-                problem = f"more than {MOST_NODES} values"
-            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _weigh(node, {})
-        return node
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[object] = []
         for key, _ in node.value:
@@ -61,31 +34,6 @@ class PlainLoader(yaml.SafeLoader):
                 )
             seen.append(key.value)
         return super().construct_mapping(node, deep)
-
-
-def _weigh(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """(Nodes, depth) with every alias written out; what is too large, or holds itself, is
-    refused.
-    """
-    if id(node) in known:
-        nodes, depth = known[id(node)]
-        if nodes == 0:
-            problem = "an alias in it refers to what it is part of"
-            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
-        return nodes, depth
-    known[id(node)] = (0, 0)
-    if isinstance(node, yaml.MappingNode):
-        parts = [part for pair in node.value for part in pair]
-    else:
-        parts = node.value if isinstance(node, yaml.SequenceNode) else []
-    weights = [_weigh(part, known) for part in parts]
-    nodes = 1 + sum(each for each, _ in weights)
-    depth = 1 + max((each for _, each in weights), default=0)
-    if nodes > MOST_NODES or depth > DEEPEST:
-        problem = f"with its aliases it has more than {MOST_NODES} values, or is nested more than {DEEPEST} deep"
-        raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
-    known[id(node)] = (nodes, depth)
-    return nodes, depth
 
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
@@ -101,8 +49,6 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("
 
 def read_yaml(text: str) -> Any:
     """ValueError and yaml.YAMLError say what is wrong with the text."""
-    if len(text) > LARGEST_TEXT:
-        raise ValueError(f"{len(text)} characters, expected at most {LARGEST_TEXT}")
     return yaml.load(text, Loader=PlainLoader)
 
 

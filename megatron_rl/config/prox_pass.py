@@ -24,10 +24,6 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
         yield "correction.weight.target_ess"
     if correction.weight.normalize:
         yield "correction.weight.normalize"
-    if correction.weigh_baseline:
-        yield "correction.weigh_baseline"
-    if correction.step_power:
-        yield "correction.step_power"
     for place, rule in enumerate(correction.reject):
         if rule.stat == Stat.staleness:  # which looks at no logprob
             continue

@@ -11,7 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -20,9 +20,11 @@ from typing import Any
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.layers import ConfigError, nested
 from megatron_rl.config.load import flat, read, sources
+from megatron_rl.config.objective import LossParams
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import WANTED, Key, keys_of, misfits
+from megatron_rl.loss.table import losses
 
 EXAMPLE = re.compile(r"\bsuch as (\{.*?\}+|\[.*?\]|\"[^\"]*\"|.*?)(?=[:;,)]? |[;,)]?$)")
 # behind a key whose sections stand in a list, or by names of the user's
@@ -67,10 +69,19 @@ def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
             yield from entries(key.section, f"{full}.")
             continue
         yield _entry(full, key, _note(schema, name))
+        if full == "loss.params":
+            yield from map(_with_losses, entries(LossParams, f"{full}."))
         if key.section:
             yield from entries(
                 key.section, f"{full}{OF_A_LIST if key.container is list else OF_A_NAME}."
             )
+
+
+def _with_losses(entry: Entry) -> Entry:
+    """A parameter, with the losses that have it."""
+    name = entry.name.rpartition(".")[2]
+    owners = losses(lambda loss: name in loss.params)
+    return replace(entry, about=f"{', '.join(owners)}: {entry.about}")
 
 
 def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
@@ -113,13 +124,17 @@ def _explained(
     ]
     if name in values:
         setters = [f"{where} ({write_line(value)})" for where, value in by.get(name, ())]
-        *before, last = [where for where, _ in by[name]] if name in by else ["its default"]
-        over = f", over {', '.join(reversed(setters[:-1]))}" if before else ""
+        last = "its default"
+        over = ""
+        if setters:
+            last = by[name][-1][0]
+        if len(setters) > 1:
+            over = f", over {', '.join(reversed(setters[:-1]))}"
         rows = [("value", write_line(values[name])), ("from", f"{last}{over}"), *rows]
     elif inside := {one: value for one, value in values.items() if one.startswith(f"{name}.")}:
         rows = [
             *(
-                (one, f"{write_line(value)}, from {by[one][-1][0]}")
+                (one, f"{write_line(value)}, from {by[one][-1][0] if one in by else 'its default'}")
                 for one, value in inside.items()
             ),
             *rows,
@@ -128,13 +143,9 @@ def _explained(
 
 
 def _entry(name: str, key: Key, about: str) -> Entry:
-    enum = key.choices
-    allowed = key.field.metadata.get("choices", tuple(enum or ()))
-    if enum:
-        choices = {str(one): _note(enum, one.name) for one in allowed}
-    else:
-        choices = {}
-    about = "; ".join(filter(None, (about, _note(enum) if enum else "")))
+    choices = {str(one): _note(type(one), one.name) for one in key.choices}
+    if key.choices:
+        about = "; ".join(filter(None, (about, _note(type(key.choices[0])))))
     example = _example(key, about, key.default, choices)
     return Entry(name, about, _takes(key, choices), as_written(key.default), example, choices)
 
@@ -146,9 +157,14 @@ def _takes(key: Key, choices: Mapping[str, str]) -> str:
         words = [f"a {'list' if key.container is list else 'mapping'} of sections"]
     else:
         words = [WANTED[one] for one in key.kinds if one in WANTED] or ["text or a list"]
-    said = " or ".join([*words, *(["null"] if NoneType in key.kinds else [])])
-    said = said if Any not in key.kinds or not key.bound else ""
-    return "; ".join(filter(None, (said, key.bound.words if key.bound else "")))
+    if NoneType in key.kinds:
+        words.append("null")
+    kinds = " or ".join(words)
+    if not key.bound:
+        return kinds
+    if Any in key.kinds:
+        return key.bound.words
+    return f"{kinds}; {key.bound.words}"
 
 
 def _example(key: Key, about: str, default: Any, choices: Mapping[str, str]) -> str:
@@ -156,7 +172,9 @@ def _example(key: Key, about: str, default: Any, choices: Mapping[str, str]) -> 
         return named[1]
     if choices:
         return next(one for one in choices if one != default)
-    return as_written(not default if isinstance(default, bool) else default)
+    if isinstance(default, bool):
+        return as_written(not default)
+    return as_written(default)
 
 
 def _note(owner: type, name: str = "") -> str:

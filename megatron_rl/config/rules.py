@@ -299,7 +299,7 @@ def environment(
                 "environment.credit",
                 f"loss.name={loss.name} knows one advantage a row; use outcome",
             )
-        if correction.weight.when or any(rule.when for rule in correction.reject):
+        if any(rule.when for rule in correction.reject):
             found.add(
                 "environment.credit",
                 "a `when` of the correction looks at the row's advantage; use outcome",

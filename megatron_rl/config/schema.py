@@ -59,7 +59,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Router,
     Sleep,
     Stat,
-    TargetBy,
     Transport,
     TrustRegion,
     Wandb,
@@ -72,6 +71,7 @@ from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     LearnerSection,
     LoraSection,
     LossConfig,
+    LossParams,
     OptimSection,
     RejectRule,
     WeightConfig,
@@ -163,7 +163,11 @@ class DataSection:
     def sources(self, key: str) -> dict[str, float]:
         """Path and weight of each file of `train` or `eval`."""
         named = getattr(self, key)
-        return dict(named) if isinstance(named, Mapping) else {named: 1.0} if named else {}
+        if isinstance(named, Mapping):
+            return dict(named)
+        if named:
+            return {named: 1.0}
+        return {}
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,20 @@
-"""Validation of a recipe against the dataclasses of `schema.py`, each problem a sentence: unknown
-keys and wrong types in what it writes (`misfits`), bounds of the values of a made section
-(`sound`). `keys_of` describes each key.
+"""Validation of a recipe against the dataclasses of `schema.py`: unknown keys, wrong types, values
+out of bounds, each a sentence (`misfits`); typed sections of values that fit (`made`).
 """
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import cache, partial
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-from omegaconf import MISSING as NO_VALUE
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_rl.config.bounds import Bound, Inside, as_written, is_number
 from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
-RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")  # a function of OmegaConf, such as ${oc.env:HOME}
 LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
 WANTED = {
     bool: "true or false",
@@ -40,21 +34,20 @@ class Key:
     kind: Any
     bound: Bound | None
     inside: Mapping[str, Bound]  # of keys in a map that is handed on
-    # the dataclass of what it holds: one, a list of them or some by names of the user's; None: a
-    # value
+    # dataclass of what it holds: one, a list of them or some by names of the user's; None: a value
     section: Any
     container: Any  # list, dict or None
 
     @property
     def kinds(self) -> tuple[Any, ...]:
         """float | None -> (float, NoneType); list[str] -> (list,)."""
-        return members(self.kind)
+        return tuple(get_origin(one) or one for one in members(self.kind))
 
     @property
-    def choices(self) -> type[StrEnum] | None:
-        return next(
-            (one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None
-        )
+    def choices(self) -> tuple[StrEnum, ...]:
+        """Values that a key of an enumeration takes."""
+        found = next((tuple(one) for one in self.kinds if is_enum(one)), ())
+        return self.field.metadata.get("choices", found)
 
     @property
     def default(self) -> Any:
@@ -62,24 +55,27 @@ class Key:
             return self.field.default
         return self.field.default_factory()
 
-    def mapped(self, value: Any, change: Callable[[str, Any], Any]) -> Any:
-        """The value with each section in it changed; `change` is told where it stands below the
-        key.
-        """
-        if self.container is list and isinstance(value, list):
-            return [change(f"[{index}]", one) for index, one in enumerate(value)]
-        if self.container is dict and isinstance(value, Mapping):
-            return {name: change(f".{name}", one) for name, one in value.items()}
-        if self.section and self.container is None:
-            return change("", value)
-        return value
+    def sections(self, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The sections in its value, and where each stands below the key."""
+        if value is None or self.section is None:
+            return
+        if self.container is list:
+            yield from ((f"[{index}]", one) for index, one in enumerate(value))
+        elif self.container is dict:
+            yield from ((f".{name}", one) for name, one in value.items())
+        else:
+            yield "", value
+
+
+def is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, StrEnum)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    return tuple(
-        get_origin(one) or one
-        for one in (get_args(kind) if NoneType in get_args(kind) else (kind,))
-    )
+    """The types of a union; of another, itself."""
+    if get_origin(kind) in (Union, UnionType):
+        return get_args(kind)
+    return (kind,)
 
 
 @cache
@@ -107,11 +103,23 @@ def keys_of(schema: type) -> dict[str, Key]:
     return found
 
 
+def keys_in(schema: type, prefix: str = "") -> list[str]:
+    """Every key of a schema and its sections, with dots between."""
+    found: list[str] = []
+    for name, key in keys_of(schema).items():
+        one_section = key.section is not None and key.container is None
+        if one_section:
+            found += keys_in(key.section, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found
+
+
 def misfits(
     mapping: Mapping[Any, Any], schema: type, prefix: str = "", everywhere: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What in `mapping` is no key of `schema`, or no value that its key can take. `everywhere`:
-    what may be meant.
+    """Keys that `schema` does not have, and values that a key cannot take. `everywhere`: keys that
+    may be meant.
     """
     keys = keys_of(schema)
     everywhere = everywhere or keys_in(schema)
@@ -121,15 +129,84 @@ def misfits(
             yield from unknown(str(name), value, prefix, list(keys), everywhere)
             continue
         key = keys[name]
-        if key.section and key.container is None:
-            yield from _section(value, key.section, full, everywhere)
-        elif key.container is list:
-            yield from _sections(value, key.section, full, everywhere)
-        elif key.container is dict and isinstance(value, Mapping):
-            for inner, one in value.items():
-                yield from _section(one, key.section, f"{full}.{inner}", everywhere)
-        else:
-            yield from _leaf(value, key, schema, full)
+        if problem := _problem(full, value, key):
+            yield problem
+            continue
+        yield from _inside(full, value, key.inside)
+        for place, section in key.sections(value):
+            yield from misfits(section, key.section, f"{full}{place}.", everywhere)
+            if key.container is list:
+                yield from _missing(section, key.section, f"{full}{place}")
+
+
+def _problem(full: str, value: Any, key: Key) -> str | None:
+    if key.section is None and "${" in str(value):
+        return f"{full} is {as_written(value)}: nothing is read in place of ${{...}}; write the value itself"
+    if not fits(key.kind, value) or (key.choices and value not in (None, *key.choices)):
+        return f"{full} is {as_written(value)}: {_way_out(value, key)}"
+    if value is None or key.bound is None:
+        return None
+    if key.bound.holds(value if key.section else made(key.kind, value)):
+        return None
+    return f"{full} is {as_written(value)}: {key.bound.way_out}"
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """True if a value is of a type, as YAML writes it."""
+    origin = get_origin(kind)
+    inner = get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(one, value) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(fits(inner[0], one) for one in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and fits(inner[1], one) for name, one in value.items()
+        )
+    if is_dataclass(kind):
+        return isinstance(value, Mapping)
+    if is_enum(kind):
+        return value in list(kind)
+    if kind is float:
+        return is_number(value)
+    if kind is int:
+        return type(value) is int and abs(value) <= LARGEST
+    if kind is str:
+        return isinstance(value, str) or type(value) is int
+    return isinstance(value, kind)
+
+
+def _way_out(value: object, key: Key) -> str:
+    null = ", or null" if NoneType in key.kinds else ""
+    if key.choices:
+        word = as_written(value).lower().replace("-", "_")
+        near = difflib.get_close_matches(word, key.choices, n=1, cutoff=0.85)
+        hint = ""
+        if near:
+            hint = f"did you mean {near[0]}? "
+        return f"{hint}use one of {', '.join(key.choices)}{null}"
+    if key.section and key.container is None:
+        return f"it is a section; its keys are {', '.join(keys_of(key.section))}"
+    if key.section:
+        return f"use a {'list' if key.container is list else 'mapping'} of sections{null}"
+    return f"use {' or '.join(WANTED[one] for one in key.kinds if one in WANTED)}{null}"
+
+
+def _inside(full: str, given: Any, bounds: Mapping[str, Bound]) -> Iterator[str]:
+    for name in sorted(bounds.keys() & given.keys()) if bounds else ():
+        value = given[name]
+        if value is None or (is_number(value) and bounds[name].holds(value)):
+            continue
+        yield f"{full}.{name} is {as_written(value)}: {bounds[name].way_out}"
+
+
+def _missing(section: Mapping[str, Any], schema: type, full: str) -> Iterator[str]:
+    """Keys that each section of a list has to name."""
+    for name, key in keys_of(schema).items():
+        if "choices" in key.field.metadata and name not in section:
+            yield f"{full}.{name} is missing: use one of {', '.join(key.choices)}"
 
 
 def key_of(misfit: str) -> str:
@@ -149,178 +226,26 @@ def without(mapping: Mapping[str, Any], misfits: Sequence[str]) -> dict[str, Any
     return left
 
 
-def known(mapping: Mapping[Any, Any], schema: type) -> dict[Any, Any]:
-    """The mapping without what is no key of `schema` (any more)."""
-    keys = keys_of(schema)
-
-    def inner(key: Key, value: Any) -> Any:
-        return key.mapped(
-            value, lambda _, one: known(one, key.section) if isinstance(one, Mapping) else one
-        )
-
-    return {name: inner(keys[name], value) for name, value in mapping.items() if name in keys}
-
-
-def _section(value: object, schema: Any, full: str, everywhere: Sequence[str]) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        yield from misfits(value, schema, f"{full}.", everywhere)
-    else:
-        yield f"{full} is {as_written(value)}: it is a section; its keys are {', '.join(keys_of(schema))}"
-
-
-def _sections(value: object, schema: Any, full: str, everywhere: Sequence[str]) -> Iterator[str]:
-    required = {
-        field.name: field.metadata["choices"]
-        for field in fields(schema)
-        if "choices" in field.metadata
-    }
-    if not isinstance(value, list):
-        keys = ", ".join(f"{name}: {choices[0]}" for name, choices in required.items())
-        wanted = f"it is a list, such as [{{{keys}, ...}}], and an override replaces all of it"
-        yield f"{full} is {as_written(value)}: {wanted}"
-        return
-    for index, element in enumerate(value):
-        yield from _section(element, schema, f"{full}[{index}]", everywhere)
-        missing = [
-            name for name in required if isinstance(element, Mapping) and name not in element
-        ]
-        yield from (
-            f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}"
-            for name in missing
-        )
+def made(kind: Any, value: Any) -> Any:
+    """A value that fits its type as sections hold it: dataclasses, enumerations, floats."""
+    origin = get_origin(kind)
+    inner = get_args(kind)
+    if origin in (Union, UnionType):
+        return made(next(one for one in inner if fits(one, value)), value)
+    if origin is list:
+        return [made(inner[0], one) for one in value]
+    if origin is dict:
+        return {name: made(inner[1], one) for name, one in value.items()}
+    if is_dataclass(kind):
+        keys = keys_of(kind)  # type: ignore[arg-type]
+        return kind(**{name: made(keys[name].kind, one) for name, one in value.items()})  # type: ignore[operator]
+    if kind in (float, str) or is_enum(kind):
+        return kind(value)
+    return value
 
 
-def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
-    if asked := RESOLVER.search(str(value)):
-        yield f"{full} holds {asked[0]}...}}: a recipe reads no environment and calls nothing; write the value itself"
-        return
-    # an interpolation: what it stands for is known at the end
-    if isinstance(value, str) and "${" in value:
-        return
-    if isinstance(value, str) and "_" in value and float in key.kinds:
-        yield f"{full} is {as_written(value)}: one number, without `_`; where two bounds are meant, they are two keys"
-        return
-    fits = True
-    if value is None:
-        fits = NoneType in key.kinds
-    elif key.choices:
-        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier
-        # runs say `raise`
-        fits = value in [*map(str, key.choices), *key.choices.__members__]
-    elif type(value) is int and bool in key.kinds:
-        fits = value in (0, 1)
-    elif isinstance(value, (bool, float)) and str in key.kinds:
-        fits = type(value) in key.kinds  # OmegaConf would make 1.10 to 1.1, and no to False
-    if not fits:
-        yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
-        return
-    if key.container is None and get_origin(key.kind) is list and isinstance(value, list):
-        for index, element in enumerate(value):  # OmegaConf takes any container as an element
-            if isinstance(element, (Mapping, list)):
-                yield f"{full}[{index}] is {as_written(element)}: {_way_out(element, *get_args(key.kind))}"
-                return
-    try:
-        OmegaConf.merge(_alone(schema, key.field.name), {key.field.name: value})
-    # TypeError: a list for a mapping, or the other way round; OverflowError: a whole number that no
-    # float holds
-    except (OmegaConfBaseException, TypeError, OverflowError) as error:
-        # of a list or a mapping
-        element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)
-        if element:
-            yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"
-        else:
-            yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
-
-
-@cache
-def _alone(schema: type, name: str) -> Any:
-    """A section of one key, which a value is tried on: a merge copies all that it merges into."""
-    return OmegaConf.structured(
-        make_dataclass("Alone", [(name, keys_of(schema)[name].kind, NO_VALUE)])
-    )
-
-
-@cache
-def defaults(schema: type) -> Any:
-    """What recipes are merged into."""
-    return OmegaConf.structured(schema)
-
-
-def _way_out(value: object, kind: Any) -> str:
-    possible = members(kind)
-    hint = ""
-    wanted = " or ".join(WANTED[one] for one in possible if one in WANTED)
-    for one in possible:
-        if isinstance(one, type) and issubclass(one, StrEnum):
-            near = difflib.get_close_matches(
-                as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85
-            )
-            wanted = f"one of {', '.join(one)}"
-            hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
-
-
-def keys_in(schema: type, prefix: str = "") -> list[str]:
-    """Every key of a schema and its sections, with dots between."""
-    found: list[str] = []
-    for name, key in keys_of(schema).items():
-        one_section = key.section is not None and key.container is None
-        found += keys_in(key.section, f"{prefix}{name}.") if one_section else [f"{prefix}{name}"]
-    return found
-
-
-def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
-    """The section with every value that cannot be at null or its default, and by key what was wrong
-    with it.
-    """
-    wrong: dict[str, str] = {}
-    changes: dict[str, Any] = {}
-
-    def inner(full: str, below: str, one: Any) -> Any:
-        better, own = sound(one, f"{full}{below}")
-        wrong.update(own)
-        return better
-
-    for name, key in keys_of(type(section)).items():  # type: ignore[arg-type]
-        full = f"{path}.{name}" if path else name
-        value = getattr(section, name)
-        if complaint := _complaint(full, value, key):
-            wrong[full] = complaint
-        if key.section:
-            changes[name] = key.mapped(value, partial(inner, full))
-        elif complaint:
-            changes[name] = None if NoneType in key.kinds else key.default
-        elif key.inside:
-            beyond = _inside(full, value, key.inside)
-            changes[name] = {
-                each: one for each, one in value.items() if f"{full}.{each}" not in beyond
-            }
-            wrong |= beyond
-    return replace(section, **changes), wrong  # type: ignore[type-var]
-
-
-def _complaint(full: str, value: Any, key: Key) -> str | None:
-    if value is None and NoneType in key.kinds:
-        return None
-    if key.choices and value not in list(key.choices):
-        return f"{full} is {as_written(value)}: use one of {', '.join(key.choices)}"
-    if float in key.kinds and not is_number(value):
-        none = ", or null for none" if NoneType in key.kinds else ""
-        return f"{full} is {as_written(value)}: give a finite number{none}"
-    if type(value) is int and int in key.kinds and abs(value) > LARGEST:
-        return f"{full} is {value}: give a whole number of at most {LARGEST}"
-    if key.bound is None or key.bound.holds(value):
-        return None
-    return key.bound.complaint.format(key=full, value=", ".join(value) if key.section else value)
-
-
-def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, str]:
-    wrong = {}
-    for name in sorted(bounds.keys() & given.keys()):
-        full = f"{path}.{name}"
-        value = given[name]
-        if value is not None and not is_number(value):
-            wrong[full] = f"{full} is {as_written(value)}: give a finite number, or leave it out"
-        elif value is not None and not bounds[name].holds(value):
-            wrong[full] = bounds[name].complaint.format(key=full, value=value)
-    return wrong
+def sound(section: Section, path: str) -> tuple[Section, list[str]]:
+    """A section whose wrong values are at their defaults, and what was wrong with them."""
+    whole = {path: asdict(section)}  # type: ignore[call-overload]
+    wrong = list(misfits(whole[path], type(section), f"{path}."))
+    return made(type(section), without(whole, wrong)[path]), wrong

@@ -1,20 +1,39 @@
-"""Keys that recipes do not have, and what is said of them: removed ones
-(docs/decisions/config_keys.md says why), what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL
-call ours, and misspelt ones.
+"""Keys that recipes do not have: removed ones, with the way out and what becomes of them in a run's
+recorded configuration; names that other projects use for ours; misspelt ones.
 """
 
+import copy
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.loss.table import LOSSES
 
 # of two names, as difflib has it
 VERY_CLOSE = 0.86
 CLOSE = 0.6
-REMOVED = {
+ANY = object()  # the default of a key whose value no longer matters
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key that recipes had."""
+
+    way_out: str
+    # a run whose recorded configuration has this value goes on without the key
+    default: Any = ANY
+    # key that has its place, and the value there: of the removed one and what stands there
+    to: str = ""
+    value: Callable[[Any, Any], Any] = lambda removed, present: removed
+
+
+# keys whose value in a recorded run no longer matters
+_LONG_AGO = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "run.patience_s": "set run.hang_timeout_s: there is one timeout now, 1800 s by default",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",
-    "rollout.stale": "no batch is begun that would become too old; leave it out",
     "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
     "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
     "sampler.fleet": "replicas are sampler.engines, servers are sampler.engines with "
@@ -27,14 +46,39 @@ REMOVED = {
     "optim.beta1": "set optim.megatron.adam_beta1",
     "optim.beta2": "set optim.megatron.adam_beta2",
     "optim.eps": "set optim.megatron.adam_eps",
-    "learner.update_check": "sync.verify_every compares engine and learner; leave it out",
     "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
     "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
     "learner.fp8": "set learner.megatron.fp8",
-    "log.disk_gib": "set log.record_every and checkpoint.keep_last; no recorded file is removed",
     "log.group": "set the environment variable WANDB_RUN_GROUP",
-    "log.memory_history": "the list of the largest tensors is written without it; leave it out",
     "log.project": "set the environment variable WANDB_PROJECT",
+    "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
+}
+REMOVED = {
+    **{key: Removed(way_out) for key, way_out in _LONG_AGO.items()},
+    "rollout.stale": Removed("no batch is begun that would become too old; leave it out", "wait"),
+    "loss.clip_growth": Removed("the clip is the same at every token; leave it out", 0.0),
+    "loss.clip_by_weight": Removed("the clip does not depend on the weight; leave it out", False),
+    "loss.prefix_budget": Removed("set loss.clip_low and clip_high of dppo", None),
+    "loss.late_weight": Removed("it went with loss.prefix_budget; leave it out", 1.0),
+    "correction.weight.target_by": Removed("the cap is solved; leave it out", "cap"),
+    "correction.weight.when": Removed("weights hold everywhere; leave it out", None),
+    "correction.weight.current": Removed("weights are of the batch's policy; leave it out", False),
+    "correction.weigh_baseline": Removed("baselines are plain means; leave it out", False),
+    "correction.step_power": Removed("set optim.lr", 0.0),
+    **{
+        f"loss.{name}": Removed(f"set loss.params.{name}", to=f"loss.params.{name}")
+        for loss in LOSSES.values()
+        for name in loss.params
+    },
+    "learner.update_check": Removed(
+        "sync.verify_every compares engine and learner; leave it out", {"rows": 0, "refuse": None}
+    ),
+    "log.disk_gib": Removed(
+        "set log.record_every and checkpoint.keep_last; no recorded file is removed", None
+    ),
+    "log.memory_history": Removed(
+        "the list of the largest tensors is written without it; leave it out", False
+    ),
 }
 
 _OF_OTHERS = {
@@ -60,7 +104,7 @@ _OF_OTHERS = {
     "loss.clip_low and loss.clip_high": "eps_clip clip_ratio cliprange epsilon eps_clip_low_high",
     "loss.clip_low": "clip_ratio_low eps_clip_low",
     "loss.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
-    "loss.dual_clip": "clip_ratio_c eps_clip_c",
+    "loss.params.dual_clip": "clip_ratio_c eps_clip_c",
     "loss.kl_coef": "kl_loss_coef init_kl_coef kl_ctl beta use_kl_loss",
     "loss.entropy_coef": "entropy_coeff entropy_loss_coef",
     "loss.reduction": "loss_agg_mode",
@@ -99,7 +143,7 @@ def unknown(
     """
     full = f"{prefix}{key}"
     if full in REMOVED:
-        yield f"{full}: unknown key; {REMOVED[full]}"
+        yield f"{full}: unknown key; {REMOVED[full].way_out}"
         return
     names = () if prefix else _inner_names(value)  # of a section that there is none of
     theirs = {
@@ -150,3 +194,42 @@ def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequenc
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; known here: {', '.join(siblings)}"
+
+
+def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's recorded configuration in today's keys. ValueError lists removed keys that were set
+    to something else than their defaults.
+    """
+    config = copy.deepcopy(dict(recorded))
+    refused = []
+    for key, removed in REMOVED.items():
+        value = _taken_out(config, key)
+        if value is ANY:
+            continue
+        if removed.to:
+            *sections, name = removed.to.split(".")
+            there = config
+            for section in sections:
+                there = there.setdefault(section, {})
+            there[name] = removed.value(value, there.get(name))
+        elif removed.default is not ANY and value != removed.default:
+            refused.append(f"{key} is {value}: {removed.way_out}")
+    if refused:
+        raise ValueError("\n".join(refused))
+    return config
+
+
+def _taken_out(config: dict[str, Any], key: str) -> Any:
+    """The value of a key, which is removed, with sections that it leaves empty; ANY where there is
+    none.
+    """
+    first, _, rest = key.partition(".")
+    if not rest:
+        return config.pop(first, ANY)
+    inner = config.get(first)
+    if not isinstance(inner, dict):
+        return ANY
+    value = _taken_out(inner, rest)
+    if not inner:
+        del config[first]
+    return value

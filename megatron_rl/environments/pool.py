@@ -26,12 +26,7 @@ from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import LENGTH, Channel
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
-from megatron_rl.rewards.user_process import (
-    RewardLog,
-    as_json,
-    first_reply,
-    user_process,
-)
+from megatron_rl.rewards.user_process import RewardLog, as_json, first_reply, user_process
 from megatron_rl.types import LARGEST_NUMBER
 
 NURSERY = "environment nursery"

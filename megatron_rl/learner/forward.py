@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 # patches the host before megatron is imported
-from megatron_rl.learner.policy import (
-    Policy,
-    Sections,
-)
+from megatron_rl.learner.policy import Policy, Sections
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 

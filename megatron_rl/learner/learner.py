@@ -38,7 +38,6 @@ from megatron_rl.loss.policy_loss import (
 )
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
-from megatron_rl.rollout_correction.weights import step_scale
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class About:
     tokens: int  # that are trained on
     totals: Totals
     anchored: bool
-    rate: float  # what the learning rate is multiplied by
 
 
 class Learner(ForwardPasses):
@@ -149,7 +147,6 @@ class Learner(ForwardPasses):
             tokens=max(1, int(part.mask_BT.sum())),
             totals=totals,
             anchored=part.anchor_logprobs_BT is not None,
-            rate=step_scale(part.weights_BT, part.mask_BT, self.correction.step_power),
         )
 
     def take_own_logprobs(self) -> Tensor | None:
@@ -194,9 +191,7 @@ class Learner(ForwardPasses):
         self, about: About, targets: Targets | SharedTargets, metrics: dict[str, float]
     ) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
-        rate = about.rate * learning_rate(
-            self.optim, self.steps, self.run.steps * self.learner.n_minibatches
-        )
+        rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 # patches the host before megatron is imported
-from megatron_rl.learner.parallel import (
-    LearnerRank,
-    leave,
-)
+from megatron_rl.learner.parallel import LearnerRank, leave
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip

@@ -42,10 +42,11 @@ def select_by_covariance(
     centred_BT = prox_BT - prox_BT.sum() / tokens
     # rounded, as equal advantages leave only a rounding error, which must not decide
     covariance_BT = ((advantages_BT - advantages_BT.sum() / tokens) * centred_BT).round(decimals=9)
-    quota = max(1, int(config.cov_fraction * tokens))
+    quota = max(1, int(config.params["cov_fraction"] * tokens))
     eligible_BT = mask_BT
     if selects == "drawn":
-        eligible_BT = mask_BT & (covariance_BT > config.cov_low) & (covariance_BT < config.cov_high)
+        above_BT = covariance_BT > config.params["cov_low"]
+        eligible_BT = mask_BT & above_BT & (covariance_BT < config.params["cov_high"])
     places = eligible_BT.flatten().nonzero().flatten()
     places = places[_draws(prox_BT, covariance_BT, seed).flatten()[places].argsort()]
     if selects == "highest":

@@ -1,6 +1,6 @@
 """Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch, KL
 and entropy, metrics; and rejection and weights, where only the update's own logprobs tell them (no
-prox pass, or `weight.current`).
+prox pass).
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of
 the whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch,
@@ -107,8 +107,8 @@ def policy_loss(
     loss).
 
     Without `totals` these rows are the batch. `correction` is looked at where the policy's own
-    logprobs complete it here: with another anchor than prox, without any (the policy is its own),
-    and with `weight.current`.
+    logprobs complete it here: with another anchor than prox, or without any (the policy is its
+    own).
     """
     if totals is None:
         counted_BT = inputs.denominator_mask_BT
@@ -120,13 +120,6 @@ def policy_loss(
         inputs, mismatch = _anchored_to_sampler(inputs, config, correction, totals)
     elif inputs.anchor_logprobs_BT is None:
         inputs = _anchored_to_itself(inputs, correction)
-    elif correction is not None and correction.weight.current:
-        # weights of the policy as this update finds it; what is trained on was decided before the
-        # first one
-        _, weights_BT, _ = _correct_now(
-            inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[])
-        )
-        inputs = replace(inputs, weights_BT=weights_BT)
     terms = _terms(inputs)
     logprobs_BT = terms.logprobs_BT
     mask_BT = terms.mask_BT
@@ -168,7 +161,6 @@ def _terms(inputs: LossInputs) -> Terms:
         mask_BT=mask_BT,
         selected_BT=selected_BT,
         turns_BT=inputs.turns_BT,
-        sampler_BT=inputs.sampler_logprobs_BT,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Result = tuple[Tensor, dict[str, Tensor]]
 
 SHARED_EXPONENT_LIMIT = 10.0  # of a ratio that several tokens share
-BUDGET_QUANTILE = 0.9  # of a row's distances: its budget, between prefix_budget and twice that
 # vespo
 LOWEST_LOG_WEIGHT = math.log(1e-8)
 HIGHEST_LOG_WEIGHT = 20.0
@@ -37,7 +36,8 @@ HIGHEST_LOG_WEIGHT = 20.0
 @dataclass(frozen=True)
 class Loss:
     formula: Callable[[Terms, LossConfig], Result]
-    reads: tuple[str, ...] = ()  # the keys of the `loss` section that are its own
+    reads: tuple[str, ...] = ()  # keys of the `loss` section that only some losses read
+    params: tuple[str, ...] = ()  # keys of `loss.params`: fields of LossParams
     ratio: bool = True  # r is a factor: what lies between pi and the anchor is corrected for
     # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
     band: Literal["", "closed", "open"] = ""
@@ -46,50 +46,37 @@ class Loss:
     selects: Literal["", "highest", "drawn"] = ""
     against_sampler: bool = False  # its anchor has to be the sampler
     # what clip_low and clip_high are between in use; outside, a note says so
-    clips: tuple[float, float] = (
-        0.02,
-        1.0,
-    )
+    clips: tuple[float, float] = (0.02, 1.0)
     # of the data set's own answers: no anchor, and advantages do not matter
     supervised: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the `loss` section that belong to this loss."""
+        return (*self.reads, *(f"params.{name}" for name in self.params))
 
 
 def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Result:
     """The unweighted PPO loss for a given ratio."""
     a_B1 = terms.advantages_B1
     plain_BT = -a_B1 * ratio_BT
-    bounded_BT = -a_B1 * ratio_BT.clamp(*_band(terms, config))
+    bounded_BT = -a_B1 * ratio_BT.clamp(*_band(config))
     loss_BT = plain_BT.maximum(bounded_BT)
     active_BT = bounded_BT > plain_BT
     clipped = {
         "clip_fraction_high": active_BT & (a_B1 > 0),
         "clip_fraction_low": active_BT & (a_B1 < 0),
     }
-    if config.dual_clip is not None:
-        ceiling_BT = (-_grown(terms, config, config.dual_clip) * a_B1).expand_as(loss_BT)
+    dual_clip = config.params["dual_clip"]
+    if dual_clip is not None:
+        ceiling_BT = (-dual_clip * a_B1).expand_as(loss_BT)
         clipped["dual_clip_fraction"] = (a_B1 < 0) & (loss_BT > ceiling_BT)
         loss_BT = loss_BT.minimum(ceiling_BT).where(a_B1 < 0, loss_BT)
     return loss_BT, clipped
 
 
-def _grown(terms: Terms, config: LossConfig, bound: float) -> Any:
-    """A bound that widens, in logs, as the row's tokens go on: a prefix's ratio spreads with the
-    root of its length.
-    """
-    if not config.clip_growth:
-        return bound
-    growth_BT = terms.places_BT.to(terms.logprobs_BT.dtype) ** config.clip_growth
-    return growth_BT.new_full((), bound) ** growth_BT
-
-
-def _band(terms: Terms, config: LossConfig) -> tuple[Any, Any]:
-    low, high = (
-        _grown(terms, config, bound) for bound in (1.0 - config.clip_low, 1.0 + config.clip_high)
-    )
-    if not config.clip_by_weight:
-        return low, high
-    lost_BT = terms.weight_lost_BT
-    return low * lost_BT.new_ones(()), high * lost_BT  # two tensors, or two numbers
+def _band(config: LossConfig) -> tuple[float, float]:
+    return 1.0 - config.clip_low, 1.0 + config.clip_high
 
 
 def _ratio(terms: Terms, config: LossConfig) -> Tensor:
@@ -115,7 +102,11 @@ def gspo(terms: Terms, config: LossConfig) -> Result:
 def cispo(terms: Terms, config: LossConfig) -> Result:
     """Clips the weight of the gradient, never the gradient itself."""
     ratio_BT = _ratio(terms, config).detach()
-    low, high = (None, config.clip_high) if config.absolute else _band(terms, config)
+    low: float | None
+    low, high = _band(config)
+    if config.params["absolute"]:
+        low = None
+        high = config.clip_high
     clipped = {"clip_fraction_high": ratio_BT > high}
     if low is not None:
         clipped["clip_fraction_low"] = ratio_BT < low
@@ -125,8 +116,8 @@ def cispo(terms: Terms, config: LossConfig) -> Result:
 
 def sapo(terms: Terms, config: LossConfig) -> Result:
     # filled in the advantages' dtype: two plain numbers would make a float32 tensor
-    tau_B1 = terms.advantages_B1.new_full(terms.advantages_B1.shape, config.tau_negative)
-    tau_B1 = tau_B1.masked_fill(terms.advantages_B1 > 0, config.tau_positive)
+    tau_B1 = terms.advantages_B1.new_full(terms.advantages_B1.shape, config.params["tau_negative"])
+    tau_B1 = tau_B1.masked_fill(terms.advantages_B1 > 0, config.params["tau_positive"])
     gate_BT = (tau_B1 * (terms.ratio_BT - 1.0)).sigmoid() * 4.0 / tau_B1
     return -terms.advantages_B1 * gate_BT * terms.weights_BT, {}
 
@@ -157,20 +148,14 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     prob_BT = logprobs_BT.clamp(max=0.0).exp()
     anchor_prob_BT = anchor_BT.clamp(max=0.0).exp()
     gap_BT = prob_BT - anchor_prob_BT
-    if config.prefix_budget is not None:
-        too_high_BT, too_low_BT = _beyond_prefix_budget(terms, gap_BT, config)
-    elif config.trust_region == "total_variation":
+    if config.params["trust_region"] == "total_variation":
         too_high_BT = gap_BT > config.clip_high
         too_low_BT = gap_BT < -config.clip_low
-    elif config.trust_region == "binary_kl":
+    else:
         coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
         kl_BT = _binary_kl(*coins, terms.rounding)
         too_high_BT = (kl_BT > config.clip_high) & (gap_BT > 0)
         too_low_BT = (kl_BT > config.clip_low) & (gap_BT < 0)
-    else:
-        raise ValueError(
-            f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl"
-        )
     positive_B1 = terms.advantages_B1 > 0
     leaving_BT = too_high_BT.where(positive_B1, too_low_BT)
     clipped = {
@@ -178,26 +163,6 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
         "clip_fraction_low": leaving_BT & ~positive_B1,
     }
     return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
-
-
-def _beyond_prefix_budget(
-    terms: Terms, gap_BT: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """The region shrinks by what the row's tokens so far have spent beyond a budget for each; early
-    ones count most.
-    """
-    assert config.prefix_budget is not None
-    counts_B1 = terms.mask_BT.sum(dim=1, keepdim=True)
-    left_BT = (counts_B1 - terms.places_BT) / (counts_B1 - 1).clamp(min=1)
-    weight_BT = (config.late_weight + (1.0 - config.late_weight) * left_BT) * terms.mask_BT
-    budget_B1 = terms.row_quantile(gap_BT.abs(), BUDGET_QUANTILE)
-    budget_B1 = budget_B1.clamp(min=config.prefix_budget, max=2.0 * config.prefix_budget)
-    distance_BT = weight_BT * gap_BT
-    spare_BT = (budget_B1 * terms.before(weight_BT) - terms.before(distance_BT.abs())).clamp(
-        max=0.0
-    )
-    too_high_BT = (distance_BT > config.clip_high + spare_BT) & (gap_BT > 0)
-    return too_high_BT, (distance_BT < -config.clip_low - spare_BT) & (gap_BT < 0)
 
 
 def _binary_kl(
@@ -232,7 +197,7 @@ def kl_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens pay for their distance from the anchor."""
     selected_BT = _selected(terms, "kl_cov")
     loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
-    loss_BT = loss_BT + config.cov_kl_coef * terms.shift_BT.abs() * selected_BT
+    loss_BT = loss_BT + config.params["cov_kl_coef"] * terms.shift_BT.abs() * selected_BT
     return loss_BT * terms.weights_BT, clipped | {"selected_fraction": selected_BT}
 
 
@@ -253,7 +218,7 @@ def vespo(terms: Terms, config: LossConfig) -> Result:
     fall_B1 = 1.0 - log_w_B1.exp()
     soft = [
         (k * log_w_B1 + rate * fall_B1).exp()
-        for k, rate in (config.gamma_positive, config.gamma_negative)
+        for k, rate in (config.params["gamma_positive"], config.params["gamma_negative"])
     ]
     weight_BT = soft[0].where(terms.advantages_B1 >= 0, soft[1])
     return -weight_BT * terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
@@ -273,21 +238,26 @@ def cross_entropy(terms: Terms, config: LossConfig) -> Result:
 
 
 CLIP = ("clip_low", "clip_high")
-MOVING = (*CLIP, "clip_growth", "clip_by_weight")
-PPO = (*MOVING, "dual_clip")
 SHARED = ("level", "aggregate")
+DUAL = ("dual_clip",)
 LOSSES = {
-    "ppo": Loss(ppo, (*PPO, *SHARED), band="closed"),
-    "gspo": Loss(gspo, PPO, band="closed", per_row=True, clips=(1e-5, 0.02)),
-    "cispo": Loss(cispo, (*MOVING, "absolute", *SHARED), band="closed", clips=(0.02, 10.0)),
-    "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
+    "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed"),
+    "gspo": Loss(gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02)),
+    "cispo": Loss(cispo, (*CLIP, *SHARED), ("absolute",), band="closed", clips=(0.02, 10.0)),
+    "sapo": Loss(sapo, (), ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
-    "dppo": Loss(dppo, (*CLIP, "trust_region", "prefix_budget", "late_weight"), clips=(1e-3, 1.0)),
+    "dppo": Loss(dppo, CLIP, ("trust_region",), clips=(1e-3, 1.0)),
     "clip_cov": Loss(
-        clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"
+        clip_cov,
+        CLIP,
+        (*DUAL, "cov_fraction", "cov_low", "cov_high"),
+        band="closed",
+        selects="drawn",
     ),
-    "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
-    "vespo": Loss(vespo, ("gamma_positive", "gamma_negative"), against_sampler=True),
+    "kl_cov": Loss(
+        kl_cov, CLIP, (*DUAL, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"
+    ),
+    "vespo": Loss(vespo, (), ("gamma_positive", "gamma_negative"), against_sampler=True),
     "reinforce": Loss(reinforce, ratio=False),
     "rollout_is": Loss(rollout_is, CLIP, band="open", clips=(0.02, 10.0), against_sampler=True),
     "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True),
@@ -295,5 +265,5 @@ LOSSES = {
 
 
 def losses(holds: Callable[[Loss], object]) -> tuple[str, ...]:
-    """The names of those for which it holds."""
+    """Names of the losses for which `holds` is true."""
     return tuple(name for name, loss in LOSSES.items() if holds(loss))

@@ -25,7 +25,6 @@ class Terms:
     mask_BT: Tensor
     selected_BT: Tensor | None
     turns_BT: Tensor | None = None
-    sampler_BT: Tensor | None = None  # mu, as it was reported
 
     @property
     def shift_BT(self) -> Tensor:
@@ -45,22 +44,6 @@ class Terms:
         shared_BT = ratio.at_tokens(level, aggregated(level, aggregate, ratio))
         return (shared_BT + self.logprobs_BT - self.logprobs_BT.detach()).clamp(max=limit).exp()
 
-    @property
-    def weight_lost_BT(self) -> Tensor:
-        """anchor / sampler, over the weight that a cap has left of it; 1 where nothing was taken
-        away.
-        """
-        assert self.sampler_BT is not None
-        raw_BT = bounded_exp((self.anchor_BT - self.sampler_BT).nan_to_num(0.0))
-        return (raw_BT / self.weights_BT.where(self.weights_BT > 0, raw_BT)).clamp(min=1.0)
-
-    @property
-    def places_BT(self) -> Tensor:
-        """1 for the row's first token, 2 for its second: tokens that are not trained on have no
-        place of their own.
-        """
-        return self.mask_BT.cumsum(dim=1).clamp(min=1)
-
     @staticmethod
     def exp(exponent: Tensor) -> Tensor:
         return bounded_exp(exponent)
@@ -69,19 +52,6 @@ class Terms:
     def rounding(self) -> float:
         """The distance from 1 to the next number."""
         return torch.finfo(self.logprobs_BT.dtype).eps
-
-    def before(self, values_BT: Tensor) -> Tensor:
-        """What the row's tokens before each one add up to."""
-        return values_BT.cumsum(dim=1) - values_BT
-
-    def row_quantile(self, values_BT: Tensor, share: float) -> Tensor:
-        """[B, 1], of the tokens under the mask; 0 where there is none."""
-        nan = torch.full((), torch.nan, dtype=values_BT.dtype, device=values_BT.device)
-        return (
-            values_BT.where(self.mask_BT, nan)
-            .nanquantile(share, dim=1, keepdim=True)
-            .nan_to_num(0.0)
-        )
 
     def row_mean(self, values_BT: Tensor) -> Tensor:
         counts_B1 = self.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

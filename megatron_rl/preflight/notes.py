@@ -44,7 +44,9 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     """A clip of another loss: of another size, so that it never acts, or always does."""
     about = LOSSES[loss.name]
     least, most = about.clips
-    read = [key for key in CLIP if key in about.reads and not (loss.absolute and key == "clip_low")]
+    read = [key for key in CLIP if key in about.reads]
+    if loss.params.get("absolute"):
+        read.remove("clip_low")
     if odd := {key: getattr(loss, key) for key in read if not least <= getattr(loss, key) <= most}:
         said = ", ".join(f"loss.{key}={clip:g}" for key, clip in odd.items())
         if max(odd.values()) > most:

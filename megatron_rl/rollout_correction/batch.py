@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Stat, TargetBy, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, Stat, WeightConfig
 from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
 from megatron_rl.rollout_correction.weights import (
     Weighted,
+    bound,
     fraction_bounds,
-    in_force,
     raw_ratio,
     solve_cap,
-    solve_mix,
     units,
 )
 
@@ -66,8 +65,7 @@ class BatchWork:
         self.ratios: dict[int, LogRatio] = {}
         self.mismatch = MismatchSums(len(mask_BT), mask_BT.device)
         self.applied = WeightSums()
-        self.mixes = config.weight.target_by == TargetBy.mix
-        self.solved = None if self.mixes else config.weight.high
+        self.cap = config.weight.high
         rules = [
             rule for rule in config.reject if rule.when is None and rule.stat != Stat.staleness
         ]
@@ -125,7 +123,7 @@ class BatchWork:
                 tokens = weighed_BT
             parts.append(Weighted(raw_ratio(self.config.weight, ratio), tokens, ones))
             kept += int(kept_BT.sum())
-        self.solved = (solve_mix if self.mixes else solve_cap)(parts, self.config.weight, kept)
+        self.cap = solve_cap(parts, self.config.weight, kept)
 
     def weigh(self, rows: slice) -> None:
         ratio = self.ratios.pop(rows.start)
@@ -133,7 +131,7 @@ class BatchWork:
             self.config.weight,
             ratio,
             self.kept_BT[rows],
-            self.solved,
+            self.cap,
             self.weights_BT[rows],
             self.applied,
         )
@@ -142,8 +140,8 @@ class BatchWork:
         """The weights normalized, and what there is to log."""
         scale = normalize_(self.weights_BT, self.config.weight, self.applied)
         metrics = self.mismatch.metrics() | self.applied.metrics(scale)
-        if self.config.weight.target_ess is not None and self.solved is not None:
-            metrics[PREFIX + self.config.weight.target_by] = self.solved
+        if self.config.weight.target_ess is not None and self.cap is not None:
+            metrics[PREFIX + "cap"] = self.cap
         return metrics
 
 
@@ -151,18 +149,18 @@ def weigh_rows(
     config: WeightConfig,
     ratio: LogRatio,
     kept_BT: Tensor,
-    solved: float | None,
+    cap: float | None,
     out_BT: Tensor,
     applied: WeightSums,
 ) -> None:
     """Bounded weights of some rows into `out_BT`, which may be the memory of `ratio.d_BT`."""
     raw = raw_ratio(config, ratio)
-    bounded = in_force(config, raw, solved)
+    bounded = bound(config, raw, cap)
     kept_float_BT = as_float(kept_BT)
     kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
     applied.add_rows(ratio.stays_B1, kept_B1)
     applied.add_units(
-        raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, solved)
+        raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, cap)
     )
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
@@ -203,10 +201,10 @@ def weigh_again(
     source: Source,
     weights_BT: Tensor,
     kept_BT: Tensor,
-    solved: float | None,
+    cap: float | None,
     config: CorrectionConfig,
 ) -> dict[str, float]:
-    """Weights of fewer tokens into `weights_BT`, under the same cap or mix. Returns the metrics
+    """Weights of fewer tokens into `weights_BT`, under the same cap. Returns the metrics
     that describe them.
     """
     applied = WeightSums()
@@ -215,7 +213,7 @@ def weigh_again(
             config.weight,
             source.ratio(rows, config),
             kept_BT[rows],
-            solved,
+            cap,
             weights_BT[rows],
             applied,
         )

@@ -22,14 +22,7 @@ from torch import Tensor
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import (
-    AdvantageConfig,
-    Anchor,
-    CorrectionConfig,
-    NonFinite,
-    Stat,
-    When,
-)
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, NonFinite, Stat
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import (
     BatchWork,
@@ -38,17 +31,16 @@ from megatron_rl.rollout_correction.batch import (
     weigh_again,
     weight_quality,
 )
-from megatron_rl.rollout_correction.metrics import PREFIX, WeightSums
+from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import (
     LogRatio,
-    as_float,
     exact_log_ratio,
     filled,
     log_ratio,
     row_chunks,
 )
 from megatron_rl.rollout_correction.rules import violations
-from megatron_rl.rollout_correction.weights import in_force, raw_ratio
+from megatron_rl.rollout_correction.weights import bound, raw_ratio
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,7 @@ class Correction:
     # bool: rows that had a response token and lost all to the unconditional rules
     rejected_B: Tensor
     source: Source
-    # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
-    solved: float | None = None
+    cap: float | None = None  # in force: weight.high, or the one that was solved for target_ess
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
         """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
@@ -97,17 +88,11 @@ def correct(
         prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT
     )
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
-    scored = (batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
-    # what a reward adds to the variance: its weight squared, times its gradient squared, for which
-    # its length stands
-    if config.weigh_baseline and prox_BT is not None:
-        masses_B = correction.weights_BT.square().sum(dim=1)
-    else:
-        masses_B = None
-    advantages_B, keep_B = session_advantages(*scored, masses_B)
-    return apply_conditional_rules(
-        keep_rows(correction, keep_B, config), advantages_B, config
-    ), advantages_B
+    advantages_B, keep_B = session_advantages(
+        batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage
+    )
+    kept = keep_rows(correction, keep_B, config)
+    return apply_conditional_rules(kept, advantages_B, config), advantages_B
 
 
 def completed(
@@ -169,7 +154,7 @@ def rollout_correction(
         denominator_BT = work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
     return Correction(
-        work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.solved
+        work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.cap
     )
 
 
@@ -200,12 +185,10 @@ def correct_micro_batch(
             continue
         rejected = violations(rule, ratio)
         if rule.when is not None:
-            rejected = rejected & _concerned(rule.when, ratio, advantages_B[:, None])
+            rejected = rejected & (advantages_B[:, None] < 0)
         kept_BT = kept_BT & ~rejected
-    bounded = in_force(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
+    bounded = bound(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
     apply_weights(config.weight, ratio, bounded, kept_BT, weights_BT)
-    if config.weight.when is not None:
-        weights_BT = _weigh_concerned(weights_BT, kept_BT, ratio, advantages_B, config)
     return ratio, weights_BT, kept_BT
 
 
@@ -257,7 +240,7 @@ def _check(source: Source, config: CorrectionConfig) -> None:
             f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of "
             "each row"
         )
-    unknown = list(sound(config, "correction")[1].values())
+    _, unknown = sound(config, "correction")
     if unknown:
         raise ValueError("; ".join(unknown))
 
@@ -313,54 +296,14 @@ def apply_conditional_rules(
         kept_BT = kept_BT.clone()
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
+            wrong_B1 = advantages_B[rows, None] < 0
             for rule in rules:
-                kept_BT[rows] &= ~(
-                    violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B[rows, None])
-                )
-    correction = _only_where(_narrow(correction, kept_BT, config), advantages_B, config)
+                kept_BT[rows] &= ~(violations(rule, ratio) & wrong_B1)
+    correction = _narrow(correction, kept_BT, config)
     quality = weight_quality(
         correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config
     )
     return replace(correction, metrics=correction.metrics | quality)
-
-
-def _concerned(when: When | None, ratio: LogRatio, advantages_B1: Tensor) -> Tensor:
-    if when == When.outward:
-        return ratio.d_BT * advantages_B1 > 0
-    return advantages_B1 < 0
-
-
-def _only_where(
-    correction: Correction, advantages_B: Tensor, config: CorrectionConfig
-) -> Correction:
-    """With `weight.when`, the other tokens weigh 1."""
-    if config.weight.when is None:
-        return correction
-    weights_BT = correction.weights_BT.clone()
-    applied = WeightSums()
-    for rows in row_chunks(weights_BT):
-        ratio = correction.source.ratio(rows, config)
-        kept_BT = correction.mask_BT[rows]
-        weights_BT[rows] = _weigh_concerned(
-            weights_BT[rows], kept_BT, ratio, advantages_B[rows], config
-        )
-        applied.add(weights_BT[rows], as_float(kept_BT))
-    return replace(
-        correction, weights_BT=weights_BT, metrics=correction.metrics | applied.of_weights(1.0)
-    )
-
-
-def _weigh_concerned(
-    weights_BT: Tensor,
-    kept_BT: Tensor,
-    ratio: LogRatio,
-    advantages_B: Tensor,
-    config: CorrectionConfig,
-) -> Tensor:
-    """The weights where `weight.when` holds, 1 at the other kept tokens."""
-    plain_BT = as_float(kept_BT)
-    ratio.fix_weights_(plain_BT, kept_BT)
-    return weights_BT.where(_concerned(config.weight.when, ratio, advantages_B[:, None]), plain_BT)
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:
@@ -377,5 +320,5 @@ def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -
     )
     if correction.source.prox_logprobs_BT is None:
         return narrowed
-    again = weigh_again(correction.source, weights_BT, kept_BT, correction.solved, config)
+    again = weigh_again(correction.source, weights_BT, kept_BT, correction.cap, config)
     return replace(narrowed, metrics=correction.metrics | again)

@@ -29,9 +29,7 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
         return d_BT.square()
     if stat == Stat.abs:
         return bounded_exp(d_BT.abs())
-    if stat == Stat.excess:
-        return d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_().abs_()
-    if stat in (Stat.prob, Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
+    if stat in (Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
         return _coin_stat(stat, ratio)
     if stat == Stat.staleness:
         return d_BT  # `without_stale` hands ages over in place of differences
@@ -42,8 +40,6 @@ def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """How far apart two coins are that fall on the token or not: what the sampled token alone says
     for certain.
     """
-    if stat == Stat.prob:
-        return ratio.prob_BT - ratio.sampler_prob_BT
     if stat == Stat.tv:
         return (ratio.prob_BT - ratio.sampler_prob_BT).abs_()
     # heads for sure would make the other face's ratio 0 / 0
@@ -71,7 +67,7 @@ def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
         return bounded_exp(
             ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level)
         )
-    if rule.reduce in (Reduce.sum, Reduce.mean, Reduce.arithmetic):
+    if rule.reduce in (Reduce.sum, Reduce.mean):
         total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_BT)
         if rule.reduce == Reduce.sum:
             return total

@@ -56,7 +56,6 @@ PACKAGES = (
     "safetensors",
     "numpy",
     "pyarrow",
-    "omegaconf",
     "wandb",
     "plotly",
     "rich",

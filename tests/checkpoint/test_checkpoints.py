@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import TornCheckpoint
 from megatron_rl.checkpoint.resume import gap, goes_on_from, refuse_changes, rewind
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.runs.metrics_file import read_metrics
 
@@ -257,9 +257,9 @@ def test_a_changed_recipe_is_told_key_by_key(
     inner[name] = value
     if refused:
         with pytest.raises(ConfigError, match=rf"(?s){key}: .* -> {value}.*resume_allow=\[{key}\]"):
-            refuse_changes(recorded, write_yaml(new))
+            refuse_changes(recorded, to_yaml(from_mapping(new)))
         new["run"]["resume_allow"] = [key]
-    refuse_changes(recorded, write_yaml(new))
+    refuse_changes(recorded, to_yaml(from_mapping(new)))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_adapters_stay_as_they_are_whatever_is_allowed(
     learner = {"lora": CONFIG["learner"]["lora"] | {key: value}}
     new = CONFIG | {"learner": learner, "run": {"resume_allow": [f"learner.lora.{key}"]}}
     with pytest.raises(ConfigError, match=rf"(?s)learner\.lora\.{key}: .*Undo that\. Other"):
-        refuse_changes(tmp_path / "config.yaml", write_yaml(new))
+        refuse_changes(tmp_path / "config.yaml", to_yaml(from_mapping(new)))
 
 
 @pytest.mark.fault("the ledger of a run to go on with is a pipe", "it is refused at once")

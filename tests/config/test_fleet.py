@@ -35,7 +35,7 @@ def found(config: Config, kind: Device = Device.cpu) -> str:
         "machine": Machine(kind, "a machine", gpus=8 if kind == Device.cuda else 0)
     }
     rules = (engine.several, roles.host_memory, roles.reach)
-    return "\n".join([*check(config)[1], *findings(rules, facts)])
+    return "\n".join([*check(config), *findings(rules, facts)])
 
 
 def test_formats_of_engines():

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatron_rl.batch import LossInputs
@@ -25,7 +24,6 @@ class Row:
     shifts: Sequence[float]
     weights: Sequence[float]
     turns: Sequence[int] = ()
-    gaps: Sequence[float] = ()  # in probability
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Token:
     selected: bool
     row: Row
     place: int = 0  # among the kept ones of its row
-    sampler: float = 0.0
 
     def shared(self, config: LossConfig) -> float:
         """The log of what is clipped: of this token's sequence, turn or prefix."""
@@ -49,26 +46,7 @@ class Token:
             "turn": [x for x, turn in zip(shifts, turns, strict=True) if turn == turns[self.place]],
             "prefix": list(shifts[: self.place + 1]),
         }[str(config.level)]
-        if config.aggregate == "min":
-            return self.x + min(part[:-1], default=0.0)
         return sum(part) / (len(part) if config.aggregate == "geometric" else 1)
-
-    def spare(self, config: LossConfig) -> tuple[float, float]:
-        """What its own distance counts, and how far its row has overspent before it."""
-        if config.prefix_budget is None:
-            return 1.0, 0.0
-        sizes = [abs(gap) for gap in self.row.gaps]
-        n = len(self.row.gaps)
-        weights = [
-            config.late_weight + (1 - config.late_weight) * (n - 1 - k) / max(1, n - 1)
-            for k in range(n)
-        ]
-        budget = min(
-            max(float(np.quantile(sizes, 0.9)), config.prefix_budget), 2 * config.prefix_budget
-        )
-        before = range(self.place)
-        spent = sum(budget * weights[k] - weights[k] * sizes[k] for k in before)
-        return weights[self.place], min(0.0, spent)
 
     @property
     def x(self) -> float:
@@ -82,29 +60,19 @@ class Token:
 Pair = tuple[float, float]
 
 
-def bounds(token: Token, config: LossConfig) -> Pair:
-    grown = (token.place + 1) ** config.clip_growth
-    lost = (
-        max(1.0, math.exp(token.anchor - token.sampler) / token.weight)
-        if config.clip_by_weight
-        else 1.0
-    )
-    return (1 - config.clip_low) ** grown, (1 + config.clip_high) ** grown * lost
+def bounds(config: LossConfig) -> Pair:
+    return 1 - config.clip_low, 1 + config.clip_high
 
 
 def surrogate(r: float, token: Token, config: LossConfig) -> Pair:
     advantage = token.advantage
-    grown = (token.place + 1) ** config.clip_growth
-    low, high = bounds(token, config)
+    low, high = bounds(config)
     plain = -advantage * r
     clipped = -advantage * min(max(r, low), high)
     value, slope = (plain, -advantage * r) if plain >= clipped else (clipped, 0.0)
-    if (
-        config.dual_clip is not None
-        and advantage < 0
-        and value > -(config.dual_clip**grown) * advantage
-    ):
-        value = -(config.dual_clip**grown) * advantage
+    dual_clip = config.params["dual_clip"]
+    if dual_clip is not None and advantage < 0 and value > -dual_clip * advantage:
+        value = -dual_clip * advantage
         slope = 0.0
     return value, slope
 
@@ -121,17 +89,17 @@ def gspo(token: Token, config: LossConfig) -> Pair:
 
 
 def cispo(token: Token, config: LossConfig) -> Pair:
-    if config.absolute:
+    if config.params["absolute"]:
         c = min(token.r, config.clip_high)
     else:
-        low, high = bounds(token, config)
+        low, high = bounds(config)
         c = min(max(math.exp(token.shared(config)), low), high)
     scale = -c * token.advantage * token.weight
     return scale * token.pi, scale
 
 
 def sapo(token: Token, config: LossConfig) -> Pair:
-    tau = config.tau_positive if token.advantage > 0 else config.tau_negative
+    tau = config.params["tau_positive"] if token.advantage > 0 else config.params["tau_negative"]
     s = 1 / (1 + math.exp(-tau * (token.r - 1)))
     scale = -token.advantage * token.weight
     return scale * s * 4 / tau, scale * 4 * s * (1 - s) * token.r
@@ -158,12 +126,11 @@ def gmpo(token: Token, config: LossConfig) -> Pair:
 def dppo(token: Token, config: LossConfig) -> Pair:
     q = math.exp(token.pi)
     p = math.exp(token.anchor)
-    if config.trust_region == "total_variation":
-        weight, spare = token.spare(config)
+    if config.params["trust_region"] == "total_variation":
         if token.advantage > 0:
-            inside = weight * (q - p) <= max(config.clip_high + spare, 0.0)
+            inside = q - p <= config.clip_high
         else:
-            inside = weight * (q - p) >= min(-config.clip_low - spare, 0.0)
+            inside = q - p >= -config.clip_low
     else:
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         leaving = (
@@ -184,8 +151,8 @@ def clip_cov(token: Token, config: LossConfig) -> Pair:
 def kl_cov(token: Token, config: LossConfig) -> Pair:
     value, slope = ppo(token, config)
     if token.selected:
-        value += config.cov_kl_coef * abs(token.x) * token.weight
-        slope += config.cov_kl_coef * math.copysign(1.0, token.x) * token.weight
+        value += config.params["cov_kl_coef"] * abs(token.x) * token.weight
+        slope += config.params["cov_kl_coef"] * math.copysign(1.0, token.x) * token.weight
     return value, slope
 
 
@@ -195,7 +162,9 @@ def reinforce(token: Token, config: LossConfig) -> Pair:
 
 
 def vespo(token: Token, config: LossConfig) -> Pair:
-    power, rate = config.gamma_positive if token.advantage >= 0 else config.gamma_negative
+    power, rate = (
+        config.params["gamma_positive"] if token.advantage >= 0 else config.params["gamma_negative"]
+    )
     w = math.exp(sum(token.row.shifts))
     scale = -(w**power) * math.exp(rate - rate * w) * token.advantage * token.weight
     return scale * token.pi, scale
@@ -281,8 +250,7 @@ def expected(
         places = inputs.mask_BT[i].nonzero().flatten().tolist()
         shifts = [float(pi[i, t] - anchor[i, t]) for t in places]
         turns = [0 if inputs.turns_BT is None else int(inputs.turns_BT[i, t]) for t in places]
-        gaps = [math.exp(pi[i, t]) - math.exp(anchor[i, t]) for t in places]
-        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns, gaps)
+        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns)
         for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(
@@ -293,7 +261,6 @@ def expected(
                 selected,
                 row,
                 place,
-                float(inputs.sampler_logprobs_BT[i, t]),
             )
             value, slope = FORMULAS[str(config.name)](token, config)
             if config.kl_coef:

@@ -1,5 +1,4 @@
-"""Corrections of a batch's later updates: weights of the policy as it is, anchors between the
-sampler and it.
+"""Anchors between the sampler and the policy.
 
 Shape legend: B sequences, T response positions.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +16,14 @@ from test_loss import example
 
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.schema import (
-    AdvantageConfig,
     CorrectionConfig,
     LossConfig,
-    LossName,
     RejectRule,
     WeightConfig,
 )
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, over_trained, policy_loss
 from megatron_rl.rollout_correction.correction import staleness
 
-RULE = RejectRule(level="token", stat="ratio", high=1.3)
 BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))
 
 
@@ -39,34 +34,6 @@ def gradient(
     value, _ = policy_loss(inputs, loss, totals, correction)
     (found,) = torch.autograd.grad(value, inputs.logprobs_BT)
     return found
-
-
-@pytest.mark.parametrize(
-    "loss", [LossConfig(), LossConfig(name="reinforce"), LossConfig(name="gspo", clip_high=0.01)]
-)
-def test_the_weight_of_the_current_policy(loss: LossConfig) -> None:
-    """What rules have rejected stays as it was before the first update."""
-    inputs = example(1)
-    rho_BT = (inputs.logprobs_BT.detach() - inputs.sampler_logprobs_BT).exp()
-    correction = CorrectionConfig(
-        weight=WeightConfig(low=0.8, high=1.1, current=True), reject=[RULE]
-    )
-    found = gradient(inputs, loss, correction)
-    weighed = replace(inputs, weights_BT=rho_BT.clamp(0.8, 1.1) * inputs.mask_BT)
-    reduction = "seq_mean_token_mean" if loss.name == "gspo" else "token_mean"
-    torch.testing.assert_close(
-        found, expected(weighed, loss, reduction, 7)[1], rtol=1e-5, atol=1e-7
-    )
-    assert (found - gradient(inputs, loss, None)).abs().max() > 1e-4
-
-
-def test_of_one_update_it_is_the_proximal_weight() -> None:
-    inputs = replace(example(2), anchor_logprobs_BT=None)
-    plain = CorrectionConfig(weight=WeightConfig(high=1.1))
-    current = replace(plain, weight=replace(plain.weight, current=True))
-    assert torch.equal(
-        gradient(inputs, LossConfig(), plain), gradient(inputs, LossConfig(), current)
-    )
 
 
 def stale(seed: int, age: float | None = None) -> LossInputs:
@@ -166,79 +133,17 @@ def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
     assert staleness(batch, BYPASS, 7) is None
 
 
-def weighed(**weight: Any) -> CorrectionConfig:
-    return CorrectionConfig(weight=WeightConfig(**weight))
-
-
-BY_WEIGHT = LossConfig(clip_by_weight=True)
-PLAIN = LossConfig()
-PREFIX = LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1)
-SOLVED = "current is true: correction.weight.normalize is solved before the first update"
-TOKENS = replace(weighed(level="turn", current=True), reject=[RULE])
-REFUSED = [
-    (
-        replace(BETWEEN, rebaseline=True),
-        LossConfig(),
-        "rebaseline is true: it needs the global batch",
-    ),
-    (
-        replace(BETWEEN, weight=WeightConfig(current=True)),
-        LossConfig(),
-        "weight.current is true: it needs the global",
-    ),
-    (
-        BETWEEN,
-        LossConfig(name="kl_cov"),
-        "loss.name is kl_cov: it selects tokens by the proximal logprobs",
-    ),
-    (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo: its ratio is pi over the sampler"),
-    (weighed(current=True, normalize=True), PLAIN, SOLVED),
-    (
-        weighed(level="none", current=True),
-        LossConfig(),
-        "current is true: correction.weight.level is none",
-    ),
-    (
-        TOKENS,
-        PLAIN,
-        r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn",
-    ),
-    (weighed(target_by="mix"), LossConfig(), "target_by is mix: .*target_ess is null"),
-    (weighed(high=None), BY_WEIGHT, "clip_by_weight is true: it makes up for what a cap takes"),
-    (weighed(normalize=True), BY_WEIGHT, "clip_by_weight is true: .*normalize moves weights"),
-    (
-        CorrectionConfig(),
-        LossConfig(name="dppo", clip_by_weight=True),
-        "only ppo, gspo, cispo, .* have it",
-    ),
-    (
-        CorrectionConfig(),
-        LossConfig(prefix_budget=0.1),
-        "prefix_budget is 0.1: only dppo have it; leave it at null",
-    ),
-    (
-        CorrectionConfig(),
-        LossConfig(name="dppo", late_weight=0.8),
-        "late_weight is 0.8: it weighs what loss.prefix",
-    ),
-    (CorrectionConfig(), PREFIX, "prefix_budget is 0.1: it is of distances in probability"),
-]
-
-
-@pytest.mark.parametrize(("correction", "loss", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("correction", "loss", "key"),
+    [
+        (replace(BETWEEN, rebaseline=True), LossConfig(), "correction.rebaseline is true"),
+        (BETWEEN, LossConfig(name="kl_cov"), "loss.name is kl_cov"),
+        (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo"),
+    ],
+)
 def test_what_does_not_go_together(
-    correction: CorrectionConfig, loss: LossConfig, words: str
+    correction: CorrectionConfig, loss: LossConfig, key: str
 ) -> None:
-    found = check_objective(correction, loss, AdvantageConfig())
-    assert len(found) == 1, found
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(found[0])
-
-
-def test_what_does() -> None:
-    for name in (LossName.ppo, LossName.cispo, LossName.reinforce):
-        assert not check_objective(BETWEEN, LossConfig(name=name), AdvantageConfig())
-    both = CorrectionConfig(
-        weight=WeightConfig(target_ess=0.9, target_by="mix", outside="zero", low=0.5)
-    )
-    assert not check_objective(both, LossConfig(clip_by_weight=True), AdvantageConfig())
+    (found,) = check_objective(correction, loss)
+    assert found.startswith(key)
+    assert not check_objective(BETWEEN, LossConfig(name="reinforce"))

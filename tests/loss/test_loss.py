@@ -37,30 +37,34 @@ B = 8
 T = 7
 CONFIGS = {
     "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
-    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, dual_clip=1.5),
+    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, params={"dual_clip": 1.5}),
     "ppo turn": LossConfig(name="ppo", level="turn", aggregate="geometric"),
-    "ppo sequence": LossConfig(name="ppo", level="sequence", clip_high=0.5, dual_clip=1.7),
-    "ppo prefix": LossConfig(
-        name="ppo", level="prefix", clip_low=0.1, clip_high=0.1, clip_growth=0.5, dual_clip=1.2
+    "ppo sequence": LossConfig(
+        name="ppo", level="sequence", clip_high=0.5, params={"dual_clip": 1.7}
     ),
-    "ppo prefix min": LossConfig(name="ppo", level="prefix", aggregate="min"),
+    "ppo prefix": LossConfig(
+        name="ppo",
+        level="prefix",
+        clip_low=0.1,
+        clip_high=0.1,
+        params={"dual_clip": 1.2},
+    ),
     "cispo prefix": LossConfig(name="cispo", level="prefix", aggregate="geometric"),
     "vespo": LossConfig(name="vespo"),
     "gspo": LossConfig(name="gspo", clip_low=0.01, clip_high=0.1),
-    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1),
+    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, params={"dual_clip": 1.1}),
     "cispo": LossConfig(name="cispo", clip_low=0.3, clip_high=0.2),
-    "cispo absolute": LossConfig(name="cispo", clip_low=0.3, clip_high=1.5, absolute=True),
-    "sapo": LossConfig(name="sapo", tau_positive=1.0, tau_negative=1.05),
+    "cispo absolute": LossConfig(
+        name="cispo", clip_low=0.3, clip_high=1.5, params={"absolute": True}
+    ),
+    "sapo": LossConfig(name="sapo", params={"tau_positive": 1.0, "tau_negative": 1.05}),
     "gmpo": LossConfig(name="gmpo", clip_low=0.2, clip_high=0.4),
     "dppo tv": LossConfig(name="dppo", clip_low=0.03, clip_high=0.05),
-    "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, trust_region="binary_kl"),
-    "dppo budget": LossConfig(
-        name="dppo", clip_low=0.15, clip_high=0.15, prefix_budget=0.05, late_weight=0.2
+    "dppo kl": LossConfig(
+        name="dppo", clip_low=0.01, clip_high=0.02, params={"trust_region": "binary_kl"}
     ),
-    "ppo by weight": LossConfig(name="ppo", clip_high=0.05, clip_by_weight=True, clip_growth=0.2),
-    "cispo by weight": LossConfig(name="cispo", clip_low=0.3, clip_high=0.05, clip_by_weight=True),
     "clip_cov": LossConfig(name="clip_cov"),
-    "kl_cov": LossConfig(name="kl_cov", cov_kl_coef=0.7),
+    "kl_cov": LossConfig(name="kl_cov", params={"cov_kl_coef": 0.7}),
     "reinforce": LossConfig(name="reinforce"),
     "rollout_is": LossConfig(name="rollout_is", clip_low=0.3, clip_high=0.5),
     "cross_entropy": LossConfig(name="cross_entropy"),
@@ -512,7 +516,7 @@ class TestCovariance:
         return ((advantages_BT - a) * (prox_BT - p)).masked_fill(~mask_BT, -math.inf)
 
     def test_kl_cov_takes_the_highest(self) -> None:
-        config = LossConfig(name="kl_cov", cov_fraction=0.1)
+        config = LossConfig(name="kl_cov", params={"cov_fraction": 0.1})
         prox_BT, advantages_B, mask_BT = self.batch()
         selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
         count = int(0.1 * mask_BT.sum())
@@ -521,7 +525,9 @@ class TestCovariance:
         assert covariance_BT[selected_BT].min() >= covariance_BT[mask_BT & ~selected_BT].max()
 
     def test_clip_cov_draws_inside_its_band_by_seed(self) -> None:
-        config = LossConfig(name="clip_cov", cov_fraction=0.08, cov_low=0.5, cov_high=2.0)
+        config = LossConfig(
+            name="clip_cov", params={"cov_fraction": 0.08, "cov_low": 0.5, "cov_high": 2.0}
+        )
         batch = self.batch()
         draws = [select_by_covariance(*batch, config, seed=seed) for seed in (0, 0, 1)]
         assert torch.equal(draws[0], draws[1])
@@ -538,7 +544,7 @@ class TestCovariance:
         spoiled_B = advantages_B.clone()
         spoiled_B[4] = math.nan
         for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
+            config = LossConfig(name=name, params={"cov_fraction": 0.1, "cov_low": 0.2})
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
             wide_BT = torch.cat([prox_BT, padding], 1)
             wide_mask_BT = torch.cat([mask_BT, padding.isfinite()], 1)
@@ -552,7 +558,7 @@ class TestCovariance:
         would change.
         """
         generator = torch.Generator().manual_seed(2)
-        config = LossConfig(name="kl_cov", cov_fraction=0.4)
+        config = LossConfig(name="kl_cov", params={"cov_fraction": 0.4})
         draws = set()
         for seed in range(20):
             prox_BT = -torch.rand(1, 9, generator=generator) * 5

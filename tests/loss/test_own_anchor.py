@@ -62,7 +62,7 @@ CASES = [
     (loss, correction)
     for loss, correction in itertools.product(CONFIGS, CORRECTIONS)
     if not prox_readers(CORRECTIONS[correction], CONFIGS[loss], LEARNER)
-    and not check_objective(CORRECTIONS[correction], CONFIGS[loss], AdvantageConfig())
+    and not check_objective(CORRECTIONS[correction], CONFIGS[loss])
 ]
 
 

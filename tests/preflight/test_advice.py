@@ -55,7 +55,6 @@ def test_the_toy_is_no_advice_for_a_large_model(command: Command) -> None:
         (["correction=icepop", "correction.weight.low=null"], "token weight, 0 above 5"),
         (["correction=icepop", "correction.weight.high=null"], "token weight, 0 below 0.5"),
         (["correction=adaptive"], "token weight, capped for an effective sample size of 0.95"),
-        (["correction=mixed"], "token weight, drawn to 1 for an effective sample size of 0.95"),
         (["correction=seq_tis"], "sequence weight capped at 5"),
         (["correction=geo_mask"], "no weight, 1 reject rule(s)"),
     ],
@@ -163,7 +162,9 @@ def test_a_clip_of_another_loss(place: Path, command: Command) -> None:
     (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
     assert "nearly all is clipped" in found
     assert not list(
-        unusual_clip(LossConfig(name="cispo", absolute=True, clip_low=0.0, clip_high=5.0))
+        unusual_clip(
+            LossConfig(name="cispo", params={"absolute": True}, clip_low=0.0, clip_high=5.0)
+        )
     )
     assert list(unusual_clip(LossConfig(name="cispo", clip_low=0.0, clip_high=5.0)))
     assert not list(unusual_clip(LossConfig(name="reinforce", clip_low=9.0, clip_high=9.0)))

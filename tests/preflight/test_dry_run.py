@@ -141,7 +141,7 @@ def test_everything_is_refused_at_once(place: Path, command: Command) -> None:
         "data.train=no.jsonl",
     )
     keys = [
-        "optim.lr: 0",
+        "optim.lr is 0",
         "eval.every: 7",
         "run.device: cuda",
         "model.path: attention_bias",

@@ -24,7 +24,7 @@ STATUS = "-m megatron_rl.cli status RUN"
         ("rich", INSIDE, STATUS),
         ("pyarrow", INTERRUPT, "tools/prepare_data.py"),
         ("psutil", INTERRUPT, "tools/convert.py"),
-        ("omegaconf", INTERRUPT, "tools/compare_corrections.py"),
+        ("yaml", INTERRUPT, "tools/compare_corrections.py"),
     ],
 )
 def test_an_interrupted_import(tmp_path: Path, module: str, text: str, words: str) -> None:

@@ -26,7 +26,6 @@ TOKEN_STATS = {
     "k3": lambda d: exp(d) - 1 - d,
     "m2": lambda d: d * d,
     "abs": lambda d: exp(abs(d)),
-    "excess": lambda d: abs(exp(d) - 1),
 }
 
 
@@ -41,7 +40,6 @@ def coin(p: float, q: float) -> float:
 
 
 COIN_STATS: dict[str, Any] = {
-    "prob": lambda p, mu: p - mu,
     "tv": lambda p, mu: abs(p - mu),
     "binary_kl": lambda p, mu: coin(mu, p),
     "binary_kl_max": lambda p, mu: max(coin(mu, p), coin(p, mu)),
@@ -57,7 +55,7 @@ def token_stat(stat: str, d: float, p: float) -> float:
     )
 
 
-REDUCERS: dict[str, Any] = {"sum": sum, "mean": mean, "max": max, "min": min, "arithmetic": mean}
+REDUCERS: dict[str, Any] = {"sum": sum, "mean": mean, "max": max, "min": min}
 
 
 def row_stat(rule: RejectRule, ds: list[tuple[float, float]]) -> float:
@@ -148,10 +146,7 @@ def correct(
             value = values.get(group(level, i, t))
             if value is None:
                 continue
-            if (
-                rule.when is not None
-                and not (d.get((i, t), 0.0) if rule.when == "outward" else -1.0) * advantages[i] > 0
-            ):
+            if rule.when is not None and advantages[i] >= 0:
                 continue
             kept[i, t] &= inside(rule, value, cutoff)
 
@@ -168,9 +163,7 @@ def correct(
                 continue
             exponent = d[i, t]
             ds = [x for x, _ in members(str(w.level), i, t)]
-            if w.aggregate == "min":
-                exponent += min(ds[:-1], default=0.0)
-            elif w.level != "token":
+            if w.level != "token":
                 exponent = sum(ds) / (len(ds) if w.aggregate == "geometric" else 1)
             raw = exp(exponent)
             outside = (w.low is not None and raw < w.low) or (w.high is not None and raw > w.high)

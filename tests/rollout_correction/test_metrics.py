@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -127,15 +126,6 @@ def test_bias_and_variance_of_the_weights() -> None:
     assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(
         variance / 5, abs=1e-6
     )
-    # the first row weighs 1 then
-    only = replace(config, weight=replace(config.weight, when="negative_advantage"))
-    applied = apply_conditional_rules(rollout_correction(*example(), only), advantages_B, only)
-    weights = applied.weights_BT[applied.mask_BT]
-    assert weights.mean() != corrected.weights_BT[corrected.mask_BT].mean()
-    assert applied.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(
-        float(weights.mean()), abs=1e-6
-    )
-    assert applied.metrics["rollout_corr/rollout_is_min"] == float(weights.min())
 
 
 def test_narrowing_brings_the_metrics_up_to_date() -> None:

@@ -273,7 +273,10 @@ def losses(draw: st.DrawFn) -> LossConfig:
     name = draw(st.sampled_from(list(LossName)))
     reduction = draw(st.sampled_from(list(Reduction)))
     return LossConfig(
-        name=name, reduction=reduction, kl_coef=draw(st.sampled_from([0.0, 0.1])), dual_clip=3.0
+        name=name,
+        reduction=reduction,
+        kl_coef=draw(st.sampled_from([0.0, 0.1])),
+        params={"dual_clip": 3.0},
     )
 
 

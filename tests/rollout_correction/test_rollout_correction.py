@@ -22,7 +22,6 @@ from megatron_rl.rollout_correction.correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.workshop.translation.translate import yaml_text
 
 PRESETS = sorted((Path(__file__).parents[2] / "conf" / "correction").glob("*.yaml"))
 
@@ -353,19 +352,3 @@ def test_presets_are_valid_and_run(path: Path) -> None:
     prox_BT = None if config.anchor == "sampler" else example(13)[0]
     found = rollout_correction(prox_BT, *example(13)[1:], config)
     assert torch.isfinite(found.weights_BT).all()
-
-
-def test_presets_are_the_named_ones() -> None:
-    names = [
-        "adaptive",
-        "bypass",
-        "geo_mask",
-        "geo_mask_tis",
-        "icepop",
-        "interpolated",
-        "mixed",
-        "none",
-    ]
-    names += ["outlier_veto", "prefix_tis", "seq_tis", "tis", "turn_tis"]
-    assert [path.stem for path in PRESETS] == names
-    assert yaml_text(preset(PRESETS[names.index("tis")])) == yaml_text(CorrectionConfig())

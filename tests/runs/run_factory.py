@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
+from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
     Config,
     CorrectionConfig,
@@ -32,7 +32,7 @@ def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config
 
 
 def make_yaml(config: Config, name: str) -> str:
-    text = OmegaConf.to_yaml(OmegaConf.structured(config))
+    text = to_yaml(config)
     return text.replace("name: null", f"name: {name}", 1)
 
 

@@ -256,17 +256,17 @@ ODD = (
 @pytest.mark.parametrize("name", ODD)
 def test_a_name_is_one_component(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps({"run": {"name": name}}))
-    with pytest.raises(ConfigError, match=r"run\.name is '"):
+    with pytest.raises(ConfigError, match=r"run\.name is "):
         load(tmp_path / "mine.yaml")
     (tmp_path / "mine.yaml").write_text("run: {steps: 1}")
-    with pytest.raises(ConfigError, match=r"run\.name is '|override is written"):
+    with pytest.raises(ConfigError, match=r"run\.name is |override is written"):
         load(tmp_path / "mine.yaml", [f"run.name={json.dumps(name)}"])
 
 
 @pytest.mark.fault("a recipe's file is called -x.yaml", "the name that it would give is refused")
 def test_a_files_stem_is_a_name_too(tmp_path: Path) -> None:
     (tmp_path / "-x.yaml").write_text("run: {steps: 1}")
-    with pytest.raises(ConfigError, match=r"run\.name is '-x'"):
+    with pytest.raises(ConfigError, match=r"run\.name is -x"):
         load(tmp_path / "-x.yaml")
     assert load(tmp_path / "-x.yaml", ["run.name=2024"]).run.name == "2024"
 

@@ -279,8 +279,8 @@ def test_a_killed_comparison_leaves_no_run(place):
     ("words", "key"),
     [
         (["--corrections", "none", "tiss"], "correction is tiss: "),
-        (["--corrections", "tis", "optim.lr=0"], "optim.lr: 0"),
-        (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed: -3"),
+        (["--corrections", "tis", "optim.lr=0"], "optim.lr is 0"),
+        (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed is -3"),
         (["--corrections", "tis", "data.train=nope.jsonl"], "'nope.jsonl'"),
     ],
 )

@@ -123,7 +123,7 @@ def refused(config: Config, machine: Machine) -> list[str]:
     from megatron_rl.config.load import check as check_alone
     from megatron_rl.preflight.checks import check
 
-    _, found = check_alone(config)
+    found = check_alone(config)
     try:
         check(config, [line for line in found if KEY_VARIABLE not in line], machine)
     except ConfigError as error:

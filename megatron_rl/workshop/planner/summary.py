@@ -21,7 +21,6 @@ from megatron_rl.config.schema import (
     OptimSection,
     Outside,
     RunSection,
-    TargetBy,
 )
 from megatron_rl.learner.modules import limits
 from megatron_rl.loss.table import CLIP, LOSSES
@@ -120,12 +119,11 @@ def _loss(config: Config) -> str:
 def _clip(loss: LossConfig) -> str:
     if not set(CLIP) <= set(LOSSES[loss.name].reads):
         return ""
-    if loss.absolute:
+    if loss.params.get("absolute"):
         return f" with ratios up to {loss.clip_high:g}"
-    if loss.dual_clip is not None:
-        dual = f", dual clip {loss.dual_clip:g}"
-    else:
-        dual = ""
+    dual = ""
+    if loss.params.get("dual_clip") is not None:
+        dual = f", dual clip {loss.params['dual_clip']:g}"
     return f" with clip {loss.clip_low:g} below and {loss.clip_high:g} above{dual}"
 
 
@@ -170,8 +168,7 @@ def _correction(correction: CorrectionConfig) -> str:
         return f"no weight{rules}"
     inside = " to ".join(f"{bound:g}" for bound in (weight.low, weight.high) if bound is not None)
     if weight.target_ess is not None:
-        how = "drawn to 1" if weight.target_by == TargetBy.mix else "capped"
-        bounds = f", {how} for an effective sample size of {weight.target_ess:g}"
+        bounds = f", capped for an effective sample size of {weight.target_ess:g}"
     elif weight.outside == Outside.zero:
         where = "above" if weight.low is None else "below" if weight.high is None else "outside"
         bounds = f", 0 {where} {inside}"

@@ -51,10 +51,10 @@ def prime_rl(mapping: Native) -> Translation:
         high = _number(keys, HIGH, 0.2)
     keys.goes_with(
         name="dppo",
-        trust_region="total_variation",
         clip_low=low,
         clip_high=high,
         reduction="token_mean",
+        params={"trust_region": "total_variation"},
     )
     return keys.bypass(*rules)
 

@@ -1,5 +1,4 @@
-"""Bounds on what a translation reads, which are those of recipes; and a file's values, in the types
-of YAML.
+"""Bounds on what a translation reads of others' files; and a file's values, in the types of YAML.
 
 Of `${...}` other keys of the file and plain arithmetic are read. What asks for anything else
 (`${oc.env:NAME}`), or comes to no value, is Unset.
@@ -16,10 +15,13 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.layers import MOST_FILES, n_values
-from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml
+from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 
+LARGEST_TEXT = 1 << 20
+MOST_NODES = 10_000  # values of a file; what aliases repeat counts each time
+MOST_FILES = 64
+DEEPEST = 32
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 # of the resolvers that projects register, those that are plain arithmetic
 ARITHMETIC: dict[str, Any] = {
@@ -37,7 +39,7 @@ class Reading:
     """One file as it is read: what that may still take of other files, characters and values; and
     its values.
 
-    These are a recipe's limits. Characters count twice, where they stand and where they are
+    Characters count twice, where they stand and where they are
     expanded, and values up to four times: as words, as arguments, as YAML and as what it comes to.
     """
 
@@ -76,8 +78,18 @@ class Reading:
 
     def yaml(self, text: str) -> Any:
         value = read_yaml(text)
-        self.spend(values=n_values(value))
+        self._count(value)
         return value
+
+    def _count(self, node: Any, depth: int = 0) -> None:
+        """Spend the values of a node, those of its aliases each time."""
+        self.spend(values=1)
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+        if isinstance(node, Mapping):
+            node = list(node.values())
+        for inner in node if isinstance(node, list) else ():
+            self._count(inner, depth + 1)
 
     def scalar(self, text: str) -> Any:
         """A word as YAML reads it; what is no YAML is text."""

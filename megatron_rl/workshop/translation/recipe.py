@@ -16,7 +16,7 @@ from megatron_rl.config.correction_rules import corrects
 from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, nested, of_overrides, overlaid
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, LossConfig
-from megatron_rl.loss.table import LOSSES
+from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.case import Assumptions, Case
@@ -35,7 +35,6 @@ from megatron_rl.workshop.translation.translate import (
     translate,
 )
 
-OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
 SHORT = 4  # letters of a name that many others are near to
 LISTED = 12  # names in a comment, of which the rest is counted
@@ -214,12 +213,13 @@ def _refuse_near(rules: Table, path: str, value: Any) -> None:
 
 def _fit_loss(values: Values) -> None:
     """Keys of other losses than the recipe's, and of a KL that is off, are not its own."""
-    reads = {f"loss.{key}" for key in LOSSES[values.get("loss.name", "ppo")].reads}
+    chosen = values.get("loss.name", "ppo")
+    others = {key for loss in LOSSES.values() for key in loss.keys} - {*LOSSES[chosen].keys, *CLIP}
     if values.get("loss.kl_coef"):
         off = set()
     else:
         off = {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
-    for key in [*OWN_KEYS - reads - {"loss.clip_low", "loss.clip_high"}, *off]:
+    for key in [*(f"loss.{key}" for key in others), *off]:
         values.pop(key, None)
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.plain_yaml import DEEPEST
 from megatron_rl.workshop.translation.keys import (
     Keys,
     Native,
@@ -20,6 +19,7 @@ from megatron_rl.workshop.translation.keys import (
     did_you_mean,
     is_null,
 )
+from megatron_rl.workshop.translation.reading import DEEPEST
 from megatron_rl.workshop.translation.table import Names, table
 
 # what a removed setting holds when it is switched off

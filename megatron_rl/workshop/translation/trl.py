@@ -79,7 +79,8 @@ def _vespo(keys: Keys, weighs_kl: bool, by_vllm: bool) -> None:
     k_pos, rate_pos, k_neg, rate_neg = (
         keys.positive(name, default) or default for name, default in GAMMA.items()
     )
-    keys.goes_with(name="vespo", gamma_positive=[k_pos, rate_pos], gamma_negative=[k_neg, rate_neg])
+    params = {"gamma_positive": [k_pos, rate_pos], "gamma_negative": [k_neg, rate_neg]}
+    keys.goes_with(name="vespo", params=params)
 
 
 def _weight(keys: Keys) -> WeightConfig:

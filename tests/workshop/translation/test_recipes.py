@@ -26,7 +26,7 @@ from megatron_rl.workshop.translation.translate import translate
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "python tools/reference_tables.py coming_from > docs/coming_from.md"
-MAPS = ("learner.megatron.", "optim.megatron.", "sampler.vllm.", "data.template")
+MAPS = ("learner.megatron.", "optim.megatron.", "sampler.vllm.", "data.template", "loss.params.")
 SECTIONS = ("model", "quantization", "cluster")
 
 VERL = r"""
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "sampler.sleep": "discard",
             "loss.clip_low": 0.2,
             "loss.clip_high": 0.28,
-            "loss.dual_clip": 3.0,
+            "loss.params.dual_clip": 3.0,
             "optim.megatron.weight_decay": 0.01,
             "log.wandb": "auto",
             "correction.weight.level": "token",
@@ -239,7 +239,6 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "learner.n_minibatches": 2,
             "loss.kl_coef": 0.0,
             "sampler.devices": "0,1,2,3",
-            "loss.dual_clip": None,
         },
     ),
     "areal": (

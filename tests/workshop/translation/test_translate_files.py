@@ -19,7 +19,7 @@ from translation_cases import ALL
 from megatron_rl import cli
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.correction_rules import check_correction, check_objective
-from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossName
+from megatron_rl.config.schema import CorrectionConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
 from megatron_rl.workshop.translation import translate as translate_module
 from megatron_rl.workshop.translation.keys import TranslationError
@@ -41,7 +41,7 @@ def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
         assert section["correction"].keys() == vars(CorrectionConfig()).keys()
         weighs = config.anchor == "sampler" and config.weight.level != "none"
         loss = LossConfig(name=LossName.reinforce if weighs else LossName.ppo)
-        assert check_objective(config, loss, AdvantageConfig()) == [], (framework, mapping)
+        assert check_objective(config, loss) == [], (framework, mapping)
 
 
 def test_whatever_is_handed_over_is_translated_or_refused() -> None:
