@@ -32,14 +32,16 @@ quickstart: install
 test: install-dev
 	@$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),3) $(SPREAD)
 
-# The rest: whole runs, and real engines.
+# The rest: whole runs, and real engines; and of the faults below the quick ones, in two minutes: one run of whose processes
+# each kind is stopped (SIGSTOP) and killed (SIGKILL).
 test-slow: install-dev
 	@$(BIN)/python -m pytest -m slow -n $(or $(WORKERS),2) $(SPREAD)
+	@$(BIN)/python -m pytest --faults tests/faults/test_each_process.py
 
-# What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end; an
-# hour on two cores. Without what the two targets below do.
+# Whole runs under faults (tests/faults/), with a table at the end; half an hour on two cores. Without what the two targets
+# below do. Faults that need no whole run are in `make test` and `make test-slow` (marker `fault`).
 faults: install-dev
-	@$(BIN)/python -m pytest -vv --faults -n $(or $(WORKERS),2) $(SPREAD) --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
+	@$(BIN)/python -m pytest -vv --faults tests/faults -n $(or $(WORKERS),2) $(SPREAD) --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
 
 # Every batch script on a Slurm cluster made for the occasion, and all that happens to jobs; about half an hour, as root.
 rehearse: install-dev

@@ -7,7 +7,6 @@ one this is the receiver as shipped. Found by the engine's workers through PYTHO
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -22,8 +21,6 @@ from megatron_rl.engine.receiver import (
     FileWeightTransferEngine,
     WorkerExtension,
 )
-
-DEAF = "MEGATRON_RL_TESTS_DEAF"
 
 
 class FaultyEngine(FileWeightTransferEngine):
@@ -116,17 +113,7 @@ def kernels_of(model: torch.nn.Module) -> list:
 
 
 class FaultyExtension(WorkerExtension):
-    def weight_update_building(self) -> bool:
-        """One engine, the first that finds the file that DEAF names, answers nobody from then on:
-        the thread that owns it never comes back from this question; the others of its process go
-        on.
-        """
-        try:
-            Path(os.environ[DEAF]).unlink()
-        except (KeyError, FileNotFoundError):
-            return super().weight_update_building()
-        threading.Event().wait()
-        return False
+    """The extension whose module registers the faulty engine."""
 
 
 WeightTransferEngineFactory._registry[BACKEND] = lambda: FaultyEngine

@@ -46,29 +46,16 @@ def test_a_pipe_that_is_closed(box: Box) -> None:
     assert box.status()["state"] == "finished"
 
 
-@pytest.mark.fault("a rank of a whole run is killed", "it is named with its signal, last")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank(box: Box, rank: int) -> None:
-    process = box.begin()
-    box.rank(rank).kill()
-    assert process.wait(PATIENCE_S) == 137, box.screen
-    reason = f"rank {rank}: ended by SIGKILL (out of memory?)"
-    assert (box.status()["state"], box.status()["reason"]) == ("failed", reason)
-    assert last_line(box) == f"failed: {reason}"
-    assert cause(box)[:2] == ("SIGKILL", f"rank {rank}")
-
-
 @pytest.mark.fault(
     "the engine, or a worker of it, is killed",
     "another takes its place; after three, the run says why",
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_engine(box: Box, workers: int) -> None:
-    process = box.begin(f"sampler.tensor_parallel={workers}", ALONE)
+def test_a_killed_engine(box: Box) -> None:
+    process = box.begin("sampler.tensor_parallel=2", ALONE)
     for kill in range(4):
         engine = min(box.processes("engine.child"), key=lambda one: one.create_time())
         second = [one for one in engine.children() if "Worker_TP1" in str(one.cmdline())]
-        (engine if workers == 1 else second[0]).kill()
+        second[0].kill()
         if kill < 3:
             box.goes_on(3)
     assert process.wait(PATIENCE_S) != 0, box.screen
@@ -77,8 +64,7 @@ def test_a_killed_engine(box: Box, workers: int) -> None:
     assert "given up after 3 restarts" in box.status()["reason"]
     # vLLM may have seen that its worker is gone before the system says how it ended
     of_two = ("VllmWorker-1 was ended by SIGKILL", "VllmWorker-1 was gone")
-    ends = ("its process ended (exit status -9): ended by SIGKILL",) if workers == 1 else of_two
-    assert any(end in last_line(box) for end in ends)
+    assert any(end in last_line(box) for end in of_two)
     assert not box.processes("engine")
     assert cause(box)[:2] == ("NoServerLeft", "the sampler's engine")
 
@@ -214,12 +200,11 @@ def test_a_second_start(box: Box) -> None:
 @pytest.mark.fault(
     "five whole runs are started at once under one name", "one runs to its end, the others are told"
 )
-@pytest.mark.parametrize("mode", ["refuse", "archive", "resume"])
-def test_five_starts_at_once(box: Box, mode: str) -> None:
+def test_five_starts_at_once(box: Box) -> None:
     starts = []
     for number in range(5):
         screen = (box.folder / f"screen_{number}").open("w")
-        starts.append(box.train("run.steps=2", ALONE, f"run.if_exists={mode}", stdout=screen))
+        starts.append(box.train("run.steps=2", ALONE, "run.if_exists=archive", stdout=screen))
     codes = [process.wait(PATIENCE_S) for process in starts]
     said = [(box.folder / f"screen_{number}").read_text() for number in range(5)]
     assert sorted(codes) == [0, 2, 2, 2, 2], "\n".join(said)

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -50,20 +49,6 @@ def test_a_stopped_engine(box: Box) -> None:
     box.until(lambda: "is back with policy version" in box.screen, "it starts again")
     ends_well(box, run)
     assert "restarts: 2" not in box.screen
-
-
-@pytest.mark.fault("one of two engines pauses for 8 s", "nothing is lost, nothing starts again")
-def test_a_pause(box: Box) -> None:
-    run = running_fleet(box)
-    servers = engines(box)
-    for server in servers:
-        server.suspend()
-        time.sleep(8)
-        server.resume()
-        box.goes_on()
-    assert " is out: " not in box.screen
-    assert {one.pid for one in servers} <= {one.pid for one in engines(box)}
-    ends_well(box, run)
 
 
 def ends_well(box: Box, run: subprocess.Popen[str]) -> None:
@@ -136,16 +121,6 @@ def test_a_server_ends_with_its_starter(box: Box) -> None:
     starter.kill()
     all_gone(mine)
     assert not list(box.tmp.glob("megatron-rl-*"))
-
-
-@pytest.mark.fault("`serve` itself is killed (SIGKILL)", "its server ends")
-def test_a_killed_serve(box: Box) -> None:
-    serve(box)
-    mine = box.processes()
-    assert engines(box, "server")
-    (front,) = [one for one in mine if one.cmdline()[1:4] == ["-m", "megatron_rl.cli", "serve"]]
-    front.kill()
-    all_gone(mine)
 
 
 def all_gone(processes: list[psutil.Process]) -> None:

@@ -68,11 +68,8 @@ def test_a_killed_launcher(box: Box) -> None:
 @pytest.mark.fault(
     "kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too"
 )
-@pytest.mark.parametrize(
-    "settings", [("log.wandb=offline", "sampler.tensor_parallel=2"), ("sampler.engines=2",)]
-)
-def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
-    launcher = box.begin(*settings, steps=2)
+def test_a_killed_driver(box: Box) -> None:
+    launcher = box.begin("log.wandb=offline", "sampler.tensor_parallel=2", steps=2)
     box.rank(0).kill()
     assert launcher.wait(START_S) != 0
     box.until_over()
@@ -80,11 +77,10 @@ def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
 
 
 @pytest.mark.fault("kill -9 of the launcher in a rank's first second", "no rank lives on")
-@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.5])
-def test_a_launcher_killed_while_ranks_start(box: Box, after_s: float) -> None:
+def test_a_launcher_killed_while_ranks_start(box: Box) -> None:
     launcher = box.train("run.steps=1000", "learner.tensor_parallel=2")
     wait_for(lambda: box.processes("megatron_rl.rank"), "a rank")
-    time.sleep(after_s)
+    time.sleep(0.2)
     launcher.kill()
     box.until_over()
 
