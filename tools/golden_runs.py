@@ -156,18 +156,22 @@ def _run(tree: Path, *arguments: str) -> None:
 
 
 def _differing_metrics(before: Path, after: Path) -> Iterator[str]:
-    """Metrics with other values, each named once, with the first step at which they differ."""
+    """Metrics with other values, each named once, with the first step at which they differ. Those
+    that only one of the commits has are printed, and are no difference.
+    """
     left = [json.loads(line) for line in before.read_text().splitlines()]
     right = [json.loads(line) for line in after.read_text().splitlines()]
     if len(left) != len(right):
         yield f"{len(left)} lines of metrics, {len(right)} after"
-    seen: set[str] = set()
+    names = [set().union(*lines) for lines in (left, right)]
+    print(f"  removed: {sorted(names[0] - names[1])}, added: {sorted(names[1] - names[0])}")
+    left_out = names[0] ^ names[1]
     for old, new in zip(left, right, strict=False):
-        for name in sorted(old.keys() | new.keys()):
-            if WALL_CLOCK.search(name) or name in seen or old.get(name) == new.get(name):
-                continue
-            seen.add(name)
-            yield f"{name} at step {old.get('progress/step')}: {old.get(name)}, {new.get(name)} after"
+        for name in sorted((old.keys() | new.keys()) - left_out):
+            if not WALL_CLOCK.search(name) and old.get(name) != new.get(name):
+                left_out.add(name)
+                values = f"{old.get(name)}, {new.get(name)} after"
+                yield f"{name} at step {old.get('progress/step')}: {values}"
 
 
 def _weights(run: Path) -> dict[str, bytes]:
