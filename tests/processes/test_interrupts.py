@@ -17,14 +17,9 @@ STATUS = "-m megatron_rl.cli status RUN"
 @pytest.mark.parametrize(
     ("module", "text", "words"),
     [
-        ("psutil", INTERRUPT, STATUS),
-        ("yaml", INSIDE, STATUS),
         ("yaml", HIDDEN, STATUS),
-        ("rich", INTERRUPT, STATUS),  # by the command itself
         ("rich", INSIDE, STATUS),
-        ("pyarrow", INTERRUPT, "tools/prepare_data.py"),
         ("psutil", INTERRUPT, "tools/convert.py"),
-        ("yaml", INTERRUPT, "tools/compare_corrections.py"),
     ],
 )
 def test_an_interrupted_import(tmp_path: Path, module: str, text: str, words: str) -> None:

@@ -30,12 +30,6 @@ def test_the_usual_pace_comes_back_whatever_happens() -> None:
         gc.set_threshold(*usual)
 
 
-def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
-    assert (
-        int(program("import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])")) < 10_000
-    )
-
-
 @pytest.mark.fault(
     "USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on"
 )

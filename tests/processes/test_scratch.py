@@ -93,11 +93,6 @@ def test_torch_s_precompiled_headers_outlive_it(
     assert found
 
 
-def test_without_a_folder_of_a_run_nothing_is_listed(there: Path) -> None:
-    remove_with_it([there / "x"])
-    assert not list(there.iterdir())
-
-
 @pytest.mark.fault(
     "kill -9 of a run's owner", "the next start removes its folder; it removes none of a live run"
 )
@@ -120,18 +115,6 @@ def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
     finally:
         holder.kill()
         holder.wait()
-
-
-@pytest.mark.fault(
-    "the folder of another machine's run on a shared file system", "it is left alone, locked or not"
-)
-def test_what_another_machine_owns_is_left_to_it(there: Path) -> None:
-    foreign = folder_of(there, "6f0c-other-boot node7 17")
-    empty = folder_of(there, "")
-    odd = folder_of(there, "\0 \n")
-    rebooted = folder_of(there, f"6f0c-other-boot {os.uname().nodename} 17")
-    assert remove_stale(there) == [rebooted]
-    assert all(folder.exists() for folder in (foreign, empty, odd))
 
 
 @pytest.mark.fault("a stranger's link, file or folder of that name", "a start ignores it")
@@ -190,14 +173,3 @@ def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPa
             assert scratch.current() not in (None, given.path)
             assert os.environ["TMPDIR"] == str(scratch.current())
     assert not list(there.iterdir())
-
-
-def test_who_has_left_it_uses_the_folder_from_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with entered():
-        assert Path(tempfile.gettempdir()).name.startswith(PREFIX)
-    assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import pytest
 from helpers import program
 
 from megatron_rl.processes import threads
-from megatron_rl.processes.threads import EventLoopThread, Pace, in_thread, use_all_cores
+from megatron_rl.processes.threads import EventLoopThread, Pace, in_thread
 
 COUNTS = """
 import os, sys, time, torch
@@ -71,31 +71,6 @@ def test_later_threads_have_no_helpers():
     own, still, before, after = map(int, program(ALONE, OMP_NUM_THREADS="2").split())
     assert own == still  # of the one that was there
     assert after == before + 1
-
-
-def test_it_does_not_hold_a_process_back():
-    program(
-        "from megatron_rl.processes.threads import in_thread as it; import time; it('work', "
-        "lambda: time.sleep(999))"
-    )
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for threads")
-def test_a_thread_that_ends_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of an engine come and go: one that is listed may be gone when its cores are asked
-    for.
-    """
-    # larger than any thread's number
-    everywhere = os.sched_getaffinity(0)
-    gone = str(2**22)
-    monkeypatch.setattr(os, "listdir", lambda _: [str(threading.get_native_id()), gone])
-    os.sched_setaffinity(0, {min(everywhere)})
-    ask = os.sched_getaffinity
-    # where there is such a one
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: ask(thread) and everywhere)
-    use_all_cores()
-    monkeypatch.undo()
-    assert os.sched_getaffinity(0) == everywhere
 
 
 PIECES = 10

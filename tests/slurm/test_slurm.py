@@ -52,7 +52,7 @@ def test_as_many_tasks_are_asked_for_as_the_recipe_has_ranks(script: Path) -> No
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_slurm_may_queue_a_job_again_and_asks_it_before_its_time_is_up(script: Path) -> None:
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.M)
-    assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(asked)
+    assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append", "--mem=0"} <= set(asked)
 
 
 @pytest.mark.engine

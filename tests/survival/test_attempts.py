@@ -90,22 +90,6 @@ def test_a_resumed_run_has_come_as_far_as_it_had(tmp_path: Path) -> None:
     assert len(run.modes) == 1 + 2
 
 
-def test_what_is_said_between_attempts(tmp_path: Path) -> None:
-    run = Run(tmp_path, (3, "failed", 1), (3, "failed", 1), (3, "failed", 1))
-    run.go(5)
-    assert run.said[0].startswith(
-        "attempt 1 of 5 has failed: because of 3\nthe next one begins again"
-    )
-    assert "checkpoint.every and checkpoint.minutes are 0" in run.said[0]
-    assert "the second in a row that came no further: because of 3" in run.said[-1]
-    kept = Run(tmp_path, (4, "failed", 1), (5, "finished", 0))
-    kept.config = replace(kept.config, checkpoint=CheckpointSection(every=1))
-    assert kept.go(2) == 0
-    assert kept.said == [
-        "attempt 1 of 2 has failed: because of 4\nthe next one goes on after step 4, in 0 s"
-    ]
-
-
 def test_a_start_counts_slurm_s_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")

@@ -159,17 +159,6 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, run_folder: Pat
     assert not asked._waiting
 
 
-def test_a_phase_that_cannot_be_left_is_finished_first(
-    asked: StopRequest, run_folder: Path
-) -> None:
-    asked._clock.seconds = 1e6  # type: ignore[attr-defined]
-    asked.begin(3)
-    os.kill(os.getpid(), signal.SIGTERM)
-    said(run_folder, "what stands is saved")
-    with pytest.raises(StepGivenUp):
-        asked.check()
-
-
 @pytest.mark.fault("a run is asked to end before its first step", "it ends at once")
 @pytest.mark.parametrize("number", ASKS)
 def test_what_ends_a_run_at_once(asked: StopRequest, run_folder: Path, number: int) -> None:
