@@ -146,8 +146,8 @@ listed as that. A key that is one of these tables' but for a letter is an error,
 sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file, before `-o` or behind
 it; what is neither a variable that the script reads nor a key is an error. Their defaults count too. Where several of
 theirs make one of ours, the comments say what was done. Numbers of nodes, GPUs, answers and tokens that are none are
-errors. Sizes of learner and sampler are theirs where they fit the cluster, and otherwise the first that
-`megatron-rl plan --suggest` names, with a comment.
+errors. Sizes of learner and sampler are theirs; where they do not fit the cluster, `megatron-rl plan --suggest` names
+those that do.
 
 Nothing in the file is run, and the environment is not read, but for `HOME`, `USER` and `PWD` in a script. In YAML
 `${section.key}`, `${oc.select:key,default}` and plain arithmetic (`${mul:2,3}`) are followed; any other `${...}`, such

@@ -1,6 +1,5 @@
 """`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as
-overrides to paste; `translate -o` takes the first where the layout that it has translated does not
-fit.
+overrides to paste.
 """
 
 import json

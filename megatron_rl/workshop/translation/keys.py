@@ -164,10 +164,6 @@ class Keys:
         """Keys of the loss without which the correction is not theirs."""
         self.loss |= loss
 
-    def weigh_kl(self, cap: float = 1e9) -> None:
-        """The reference KL has a weight, by default of an exponent that is bounded below this."""
-        self.goes_with(kl_cap=cap, kl_estimator="k3")
-
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
         """Note that the reference KL and the entropy of a project still count what its correction
         rejects.
@@ -190,8 +186,6 @@ class Keys:
             raise TranslationError(
                 f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}"
             )
-        if isinstance(value, str) and "${" in value:
-            raise self.error(name, "an interpolation; write the value it stands for")
         return None if is_null(value) else value
 
     def rename(self, former: Mapping[str, str]) -> None:

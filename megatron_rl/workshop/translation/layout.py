@@ -20,14 +20,13 @@ class Accounts:
     translated: list[str] = field(default_factory=list)
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
-    # with the words for those that `shared.yaml` has
-    notes: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     # their key with its value -> why it is not here
     missing: dict[str, str] = field(default_factory=dict)
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
-        self.notes[shared()["says"][sentence].format(**fields)] = sentence
+        self.notes.append(shared()["says"][sentence].format(**fields))
 
     def lacks(self, what: str, sentence: str) -> None:
         self.missing[what] = shared()["says"][sentence]

@@ -1,31 +1,25 @@
 """`megatron-rl translate -o`: another project's whole recipe as one of ours; each key of the file
-is translated, or listed as not needed, without a counterpart, or unknown; a layout that does not
-fit its cluster is replaced.
+is translated, or listed as not needed, without a counterpart, or unknown.
 """
 
 import difflib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import corrects
-from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, nested, of_overrides, overlaid
+from megatron_rl.config.layers import CLUSTER, nested, overlaid
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import CLIP, LOSSES
-from megatron_rl.preflight.files import read_card
-from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Assumptions, Case
-from megatron_rl.workshop.planner.plan import plan_case
-from megatron_rl.workshop.planner.suggest import overrides, refused, suggestions
 from megatron_rl.workshop.translation.derived import derive
 from megatron_rl.workshop.translation.keys import TranslationError, Unset, printable
 from megatron_rl.workshop.translation.layout import Accounts, Values
-from megatron_rl.workshop.translation.settings import LEFT_OUT, last
+from megatron_rl.workshop.translation.settings import LEFT_OUT, last, some
 from megatron_rl.workshop.translation.table import Row, Table, expected, projects, table
 from megatron_rl.workshop.translation.translate import (
     correction_section,
@@ -37,7 +31,6 @@ from megatron_rl.workshop.translation.translate import (
 
 OFF = "of what is switched off there"
 SHORT = 4  # letters of a name that many others are near to
-LISTED = 12  # names in a comment, of which the rest is counted
 
 
 @dataclass
@@ -47,25 +40,18 @@ class Recipe:
 
     def text(self, title: str) -> str:
         said = self.accounts
-        lines = [title, *said.notes]
+        lines = [title, *dict.fromkeys(said.notes)]
         lines += [f"no counterpart: {key}: {why}" for key, why in said.missing.items()]
         lines += [
             f"unknown, see whether it matters: {key}: {_short(value)}"
             for key, value in said.unknown.items()
         ]
-        lines += [
-            f"not needed here ({why}): {_some(keys)}" for why, keys in said.not_needed.items()
-        ]
+        lines += [f"not needed here ({why}): {some(keys)}" for why, keys in said.not_needed.items()]
         return document(lines, self.mapping)
 
 
 def _short(value: Any) -> str:
     return textwrap.shorten(as_written(value), 80, placeholder=" ...")
-
-
-def _some(keys: list[str]) -> str:
-    rest = len(keys) - LISTED
-    return ", ".join(keys[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
@@ -76,18 +62,17 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
         raise TranslationError(
             f"{project}: its correction alone is read: leave out -o, or name one of {others}"
         )
-    _, flat = native(project, path, given)
+    flat = native(project, path, given)
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
     made = translated(table(project), flat)
     try:
-        config = from_base(made.mapping)
+        from_base(made.mapping)
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
         raise TranslationError(
             f"{project}: what these settings come to is refused here: {problems}"
         ) from None
-    _fit_cluster(made.mapping, config, made.accounts)
     return made
 
 
@@ -99,9 +84,9 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     correction = translate(
         rules.project, {path: flat[path] for path in flat if not others.get(path)}
     )
-    told.notes |= {
-        note: "" for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))
-    }
+    told.notes += [
+        note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))
+    ]
     values = _values(rules, flat, told)
     for path, why in others.items():
         if why:
@@ -232,49 +217,8 @@ def _nested(values: Values) -> dict[str, Any]:
     return {section: mapping[section] for section in sorted(mapping, key=order.index)}
 
 
-def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
-    """The first layout of `megatron-rl plan --suggest` in the place of one that does not fit; both
-    are said.
-    """
-    try:
-        machine = named(cluster(mapping.get(CLUSTER))[MACHINE])
-        case = Case(config, read_card(str(config.model.folder)), machine, Assumptions())
-    except ConfigError:  # a model or a cluster that nobody knows here
-        return
-    if (problem := _misfit(case)) is None:
-        return
-    found = suggestions(case, count=1)
-    no_longer = ("sharded", "halves", "no_multiple") if found else ("sharded",)
-    told.notes = {note: word for note, word in told.notes.items() if word not in no_longer}
-    if not found:
-        told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
-        return
-    # a job starts its servers; their addresses are names of a site
-    sampler = found[0].config.sampler
-    sampler = replace(sampler, addresses=[], dedicated_nodes=bool(sampler.addresses))
-    changed = replace(found[0].config, sampler=sampler)
-    for layer in of_overrides(list(overrides(config, changed))):
-        mapping |= overlaid(mapping, layer.content)
-    given = mapping["learner"].get("megatron", {})
-    mapping["learner"]["megatron"] = {
-        key: value for key, value in given.items() if value is not None
-    }
-    told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
-
-
-def _misfit(case: Case) -> str | None:
-    try:
-        case.model.layout.stage_layers(case.model.shape.layers)
-        problems = [*plan_case(case).problems, *refused(case.config, case.machine)]
-    except (ValueError, ConfigError) as error:
-        problems = str(error).splitlines()
-    if problems:
-        return problems[0].partition(";")[0]
-    return None
-
-
 def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:
-    """Writes the recipe, and says in a few lines what became of the file's keys."""
+    """Write the recipe; return in a few lines what became of the file's keys."""
     made = recipe(project, path, given)
     text = made.text(f"{project}: {path.name}")
     if str(to) == "-":
@@ -283,10 +227,11 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
         raise TranslationError(f"{to} exists; name another file, or remove it")
     to.write_text(text, encoding="utf-8")
     said = made.accounts
-    counts = f"{len(said.translated)} keys translated, {sum(map(len, said.not_needed.values()))} not needed"
-    heads = [
-        f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"
-    ]
-    heads += [f"  no counterpart: {key}" for key in said.missing]
-    heads += [f"  unknown: {key}" for key in said.unknown]
-    return "\n".join([*map(printable, heads), f"next: megatron-rl plan {to} --on own", ""])
+    not_needed = sum(map(len, said.not_needed.values()))
+    lines = [f"{to}: {len(said.translated)} keys translated, {not_needed} not needed"]
+    lines += [f"  no counterpart: {key}" for key in said.missing]
+    lines += [f"  unknown: {key}" for key in said.unknown]
+    lines.append(
+        f"next: megatron-rl plan {to} --on own, with --suggest where the layout does not fit"
+    )
+    return "\n".join([*map(printable, lines), ""])

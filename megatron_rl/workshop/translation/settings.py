@@ -9,7 +9,7 @@ it changed nothing.
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.workshop.translation.keys import (
@@ -25,6 +25,7 @@ from megatron_rl.workshop.translation.table import Names, table
 # what a removed setting holds when it is switched off
 OFF = (None, False, -1, "", "null", "none", "disabled")
 LEFT_OUT = "left out, as not about correction: "
+LISTED = 12  # names in a comment, of which the rest is counted
 RESOLVE = "resolve the configuration first"
 # acronyms stay whole, camel case comes apart
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -137,7 +138,7 @@ def _leave_out(keys: Keys, flat: Native, names: Names) -> None:
     if "defaults" in flat:
         keys.note(f"defaults: what the files it names set is not read; {RESOLVE}")
     if rest:
-        keys.note(f"{LEFT_OUT}{', '.join(sorted(_summary(rest, keys.paths)))}")
+        keys.note(f"{LEFT_OUT}{some(sorted(rest))}")
     for path in rest if names.section else ():
         own = last(path) in names.keys and last(path) not in names.common
         if own and last(names.section) not in path and flat[path] is not None:
@@ -165,25 +166,9 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
             )
 
 
-def _summary(paths: list[str], used: Collection[str]) -> Iterator[str]:
-    """Sections of which nothing was read, and where one holds many of them that section but for
-    what was read.
-    """
-    read = {path[:place] for path in used for place, sign in enumerate(path) if sign == "."}
-    children: dict[str, dict[str, None]] = {}
-    for path in paths:
-        parts = path.split(".")
-        heads = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        head = next((head for head in heads if head not in read), path)
-        children.setdefault(head.rpartition(".")[0], {})[head] = None
-    for parent, names in children.items():
-        inside = {
-            path[len(parent) + 1 :].partition(".")[0]
-            for path in used
-            if path.startswith(f"{parent}.")
-        }
-        yield from (
-            [f"{parent} (all but {', '.join(sorted(inside))})"]
-            if parent and len(names) >= 4
-            else names
-        )
+def some(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    listed = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        return f"{listed} and {len(names) - LISTED} more"
+    return listed

@@ -7,15 +7,16 @@ What only a running shell could tell (a command's output, a branch that depends 
 
 from __future__ import annotations
 
+import ast
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.workshop.translation.arithmetic import shell_sum
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.reading import Reading
 
@@ -42,11 +43,19 @@ FROM_USER = ("HOME", "USER", "PWD")
 DECLARING = ("export", "local", "readonly", "declare", "typeset", "-a", "-x", "-r")
 NUMBERS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
+SUM = re.compile(r"[0-9\s+*/%()-]{1,200}")
+SIGNS: dict[Any, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 # characters of a word or a command in which the name of a program is looked for
 LONGEST_PROGRAM = 200
 
 Word = str | Unset
-Holds = bool | Unset
+Holds = bool | None  # None: only a running shell could tell
 
 
 def tokens(text: str) -> Iterator[str]:
@@ -90,12 +99,14 @@ def span(text: str, start: int, within: str = "") -> int:
 def _both(one: Holds, other: Holds) -> Holds:
     if one is False or other is False:
         return False
-    return one if isinstance(one, Unset) else other
+    if one is None:
+        return None
+    return other
 
 
 def _not(holds: Holds) -> Holds:
-    if isinstance(holds, Unset):
-        return holds
+    if holds is None:
+        return None
     return not holds
 
 
@@ -103,13 +114,42 @@ def _either(one: Holds, other: Holds) -> Holds:
     return _not(_both(_not(one), _not(other)))
 
 
+def shell_sum(text: str) -> int | None:
+    """The value of a sum of whole numbers; None where a shell has none, or may have another one."""
+    if not SUM.fullmatch(text):
+        return None
+    try:
+        return _value(ast.parse(f"({text})", mode="eval").body)
+    except (SyntaxError, KeyError, ArithmeticError):
+        return None
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            pass
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            value = -_value(inner)
+        case ast.BinOp(left=left, op=sign, right=right):
+            one = _value(left)
+            other = _value(right)
+            if isinstance(sign, ast.Div | ast.Mod) and min(one, other) < 0:
+                raise ArithmeticError  # rounded otherwise than by a shell
+            value = SIGNS[type(sign)](one, other)
+        case _:
+            raise KeyError
+    if value.bit_length() > 63:
+        raise OverflowError
+    return value
+
+
 @dataclass
 class Script:
     """A script up to where it has been read. `given`: variables that the user has set, which stay
     as they are.
 
-    What is read under `live` takes place, does not, or may (`Unset`: in a loop, behind a test that
-    is not known here).
+    What is read under `live` takes place, does not, or may (None: in a loop, behind a test that is
+    not known here).
     """
 
     folder: Path
@@ -183,11 +223,9 @@ class Script:
             self._if(live)
         elif self._take("case"):
             self._case(live)
-        elif loop := self._take("for", "while", "until"):
-            words = " ".join(
-                [loop, *(word for word in self._until("do") if word not in SEPARATORS)][:4]
-            )
-            self._statements(_both(live, Unset(words, (f"the loop `{words}`",))), "done")
+        elif self._take("for", "while", "until"):
+            self._until("do")
+            self._statements(_both(live, None), "done")
             self._take("done")
         else:
             return self._command(live, asked)
@@ -210,13 +248,10 @@ class Script:
             if self._take(*SEPARATORS):
                 continue
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
+            holds: Holds = None
             if isinstance(subject, str):
                 self.reading.spend((len(subject) + 100) * len("".join(patterns)))
-            holds = (
-                subject
-                if isinstance(subject, Unset)
-                else any(fnmatchcase(subject, one) for one in patterns)
-            )
+                holds = any(fnmatchcase(subject, one) for one in patterns)
             self._statements(_both(live, holds), ";;", "esac")
             live = _both(live, _not(holds))
 
@@ -242,20 +277,16 @@ class Script:
             self.read(self.reading.read(script) if script.exists() else "", live)
         elif words and live is True:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
-        text = " ".join(words)
-        if words and asked:
-            return Unset(text, (f"`{text}`",))
-        return True
+        return None if words and asked else True
 
     def _assign(
         self, name: str, more: bool, value: str, array: list[str] | None, live: Holds
     ) -> None:
         if name in self.given:
             return
-        if isinstance(live, Unset):
-            found: list[Word] = [
-                Unset(f"${{{name}}}" if array is None else f"${{{name}[@]}}", live.names)
-            ]
+        if live is None:
+            text = name if array is None else f"{name}[@]"
+            found: list[Word] = [Unset(f"${{{text}}}", (name,))]
         elif array is not None:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
@@ -362,7 +393,7 @@ class Script:
         return str(value)
 
     def _test(self, parts: Sequence[str]) -> Holds:
-        """Whether a test holds; `Unset` where a running shell would have to say."""
+        """Whether a test holds."""
         for sign, joins in (("||", _either), ("&&", _both)):
             if sign in parts:
                 place = parts.index(sign)
@@ -370,9 +401,8 @@ class Script:
         if parts[:1] == ["!"]:
             return _not(self._test(parts[1:]))
         words = [self.joined(part) for part in parts]
-        unset = next((word for word in words if isinstance(word, Unset)), None)
-        if unset is not None:
-            return unset
+        if any(isinstance(word, Unset) for word in words):
+            return None
         match [str(word) for word in words]:
             case ["-z" | "-n" as sign, word]:
                 return (word == "") == (sign == "-z")
@@ -382,8 +412,7 @@ class Script:
                 sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other)
             ):
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
-        text = " ".join(map(str, words))
-        return Unset(text, (f"`[ {text} ]`",))
+        return None
 
 
 def command_line(script: Script, text: str, entry: str) -> list[Word]:
@@ -401,10 +430,3 @@ def command_line(script: Script, text: str, entry: str) -> list[Word]:
         which = f"{len(found) or 'no'} commands with a word like {entry}"
         raise TranslationError(f"{which}, which starts the training; leave one")
     return found[0]
-
-
-def commands_with(text: str, entry: str) -> Iterator[str]:
-    """The lines of a text that hold such a command, with those that go on."""
-    for lines in re.findall(r"(?:.*\\\n)*.*", text):
-        if any(re.search(entry, word[-LONGEST_PROGRAM:]) for word in lines.split()):
-            yield lines

@@ -68,7 +68,7 @@ def _unbiased_kl(keys: Keys) -> None:
     kind = keys.choice("kl_loss_type", "k1", "k1", "k2", "k3", "low_var_kl")
     keys.refuse_if(kind in ("k1", "k2", None), "use_unbiased_kl", "only_k3")
     keys.note_if(kind == "low_var_kl", "bounded")
-    keys.weigh_kl()
+    keys.goes_with(kl_cap=1e9, kl_estimator="k3")
 
 
 def _fresh(keys: Keys) -> RejectRule:

@@ -14,7 +14,7 @@ import yaml
 from megatron_rl.config.layers import overlaid
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.reading import Reading
-from megatron_rl.workshop.translation.shell import Script, Word, command_line, commands_with
+from megatron_rl.workshop.translation.shell import Script, Word, command_line
 from megatron_rl.workshop.translation.table import Table
 
 ASSIGNED = re.compile(r"^(?:--+|[+~]{0,2})([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
@@ -39,7 +39,7 @@ def read_native(
         if form == "TOML":
             found: Any = tomllib.loads(text)
         elif form == "Python":
-            found = _python(path, text, rules, script)
+            found = _python(text, rules)
         elif form == "shell" or text.startswith("#!"):
             found = arguments(command_line(script, text, rules.command), reading)
         else:
@@ -119,14 +119,11 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
     )
 
 
-def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, Any]:
-    """Arguments of the calls that make a configuration; without any, the command line of the
-    module's docstring.
-    """
-    tree = ast.parse(text)
+def _python(text: str, rules: Table) -> dict[str, Any]:
+    """Arguments of the calls that make a configuration."""
     found: dict[str, Any] = {}
     configured = False
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         if (section := rules.calls.get(name)) is None:
             continue
@@ -146,8 +143,7 @@ def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, An
             # several data sets, say: the first counts, and the others are listed as unknown
             found[f"{key} (again)" if key in found else key] = _literal(node)
     if not configured:
-        lines = "\n".join(commands_with(ast.get_docstring(tree) or "", rules.command))
-        found |= arguments(command_line(script, lines, rules.command), script.reading)
+        raise TranslationError("no call that makes a configuration; name a script with its command")
     return found
 
 

@@ -18,10 +18,8 @@ import yaml
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.config.layers import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
-from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
-from megatron_rl.config.shape import misfits
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
 from megatron_rl.workshop.translation.keys import (
@@ -54,10 +52,6 @@ def translate(framework: str, mapping: Native) -> Translation:
     flags.
     """
     name = known_project(framework)
-    if not isinstance(mapping, Mapping):
-        raise TranslationError(
-            f"{framework}: expected keys and values, got {type(mapping).__name__}"
-        )
     config, notes, loss, read = FRAMEWORKS[name](mapping)
     if loss:
         notes.append(
@@ -90,27 +84,12 @@ def translate_file(framework: str, path: Path, given: Mapping[str, str] | None =
     """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes
     as comments.
     """
-    mapping, flat = native(framework, path, given or {})
-    config, notes, _, read = translate(framework, flat)
-    if idle := sorted((given or {}).keys() & flat.keys() - read):
-        notes.append(f"of the command line, not about correction: {', '.join(idle)}")
-    # one that fits our own schema, in which presets and bases are names
-    ours = not any(
-        misfits(
-            {key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)},
-            Config,
-        )
-    )
-    if mapping and ours and config == translate(framework, {}).config:
-        said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
-        raise TranslationError(f"{path}: this is {said}")
+    config, notes, *_ = translate(framework, native(framework, path, given or {}))
     return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
 
-def native(
-    framework: str, path: Path, given: Mapping[str, str]
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The keys of a file, as it has them; and dotted, with those of the command line over them."""
+def native(framework: str, path: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of a file, dotted, with those of the command line over them."""
     rules = table(known_project(framework))
     mapping, variables = read_native(path, rules, given)
     flat = flatten(mapping)
@@ -125,7 +104,7 @@ def native(
             raise TranslationError(
                 f"{name}: no variable that {path} reads, and no key of {framework}; {hint}"
             )
-    return mapping, flat
+    return flat
 
 
 def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:

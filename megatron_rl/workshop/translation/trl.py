@@ -40,7 +40,7 @@ def trl(mapping: Native) -> Translation:
         keys.refuse_if(
             keys.choice(LOSS_LEVEL, "token", "token", "sequence") == "sequence", KL_KEY, "row_kl"
         )
-        keys.weigh_kl()
+        keys.goes_with(kl_cap=1e9, kl_estimator="k3")
     by_vllm = keys.flag("use_vllm", True)
     weight = NO_WEIGHT
     anchor = Anchor.prox

@@ -20,7 +20,6 @@ from translation_cases import (  # isort: skip
     ADVANTAGES,
     BYPASSES,
     CASES,
-    LOSS,
     NEMO_OFF,
     NEMO_ON,
     OLD,
@@ -318,169 +317,74 @@ def test_anchors() -> None:
     assert translate("openrlhf", gspo | openrlhf(level="off")).config.anchor == "prox"
 
 
-UNREAD = "verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out"
 GSPO = verl_run(verl_rs("seq_mean_k1", "0.8_1.25"), loss="gspo")
 SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
 AREAL_M2 = {"actor": {**areal(upper=2.0), "use_decoupled_loss": True, "m2_threshold": 0.1}}
 ICEPOP_ABOVE = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}
-ICEPOP_BELOW = {"tis": {"icepop_threshold": 2.0}}
-NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
-    # the words of a note, settings that have it, and settings of the same project that have it not
+COUNTED = "loss.kl_on"
+# a word of a note, settings that have it, and settings of the same project that have it not
+NOTES: dict[str, list[tuple[str, Native, Native]]] = {
     "verl": [
         ("20", verl_rs("seq_sum_k1", "2"), verl_rs("token_k1", "2")),
-        ("verl corrects nothing", {"trainer": {"n_gpus_per_node": 8}}, {"rollout_is": "token"}),
         ("defaults", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, {}),
-        (
-            "rollout_is_threshold is null",
-            {"rollout_is": "token", "rollout_is_threshold": "null"},
-            None,
-        ),
-        ("renormalize: false", verl_rs("token_k2", "1"), {}),
+        ("rollout_is_threshold", {"rollout_is": "token", "rollout_is_threshold": "null"}, {}),
+        ("renormalize", verl_rs("token_k2", "1"), {}),
         ("use_v1", {"bypass_mode": True, **verl_rs("token_k2", "1")}, {"bypass_mode": True}),
-        (
-            "goes with loss.name: reinforce",
-            {"bypass_mode": True, "loss_type": "reinforce"},
-            {"bypass_mode": True},
-        ),
-        (
-            UNREAD,
-            verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS),
-            verl_in_loss(**IN_LOSS),
-        ),
-        (UNREAD, verl_in_loss("vanilla", **IN_LOSS), None),
-        ("is not given and taken as true", verl_in_loss(**IN_LOSS), None),
-        ("default trainer", verl_in_loss(**IN_LOSS), None),
-        (
-            "without quotes it is 0.52 to verl",
-            verl_rs("seq_sum_k1", "0.5_2"),
-            verl_rs("seq_mean_k1", "0.5_2.0"),
-        ),
+        ("use_v1", verl_in_loss("vanilla", **IN_LOSS), {}),
+        ("0.52", verl_rs("seq_sum_k1", "0.5_2"), verl_rs("seq_mean_k1", "0.5_2.0")),
         ("0.9.1", GSPO, GSPO | {"loss_agg_mode": "seq-mean-token-mean"}),
-        ("0.9.1", GSPO | {"loss_agg_mode": "token-mean"}, GSPO | {LOSS: "sapo"}),
-        (
-            "loss.kl_to: anchor, loss.kl_estimator: k2, loss.kl_coef: 0.1",
-            {"loss_mode": "dro", "dro_beta": 0.1},
-            {},
-        ),
     ],
     "skyrl": [
-        ("SkyRL corrects nothing", {"trainer.algorithm.loss_reduction": "token_mean"}, None),
-        ("with GSPO", skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK), skyrl({})),
-        ("loss.kl_on: counted", {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
-        *(
-            (f"with {loss['policy_loss_type']} SkyRL ignores", skyrl(loss, **TOKEN_MASK), None)
-            for loss in COVARIANCE
-        ),
+        ("GSPO", skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK), skyrl({})),
+        (COUNTED, {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
+        ("clip_cov", skyrl(COVARIANCE[0], **TOKEN_MASK), {}),
     ],
     "trl": [
-        ("the same with one update", {"off_policy_mask_threshold": 0.5}, {}),
-        ("use_vllm is not given", {}, {"use_vllm": True}),
-        ("learner's own old logprobs", {"use_vllm": False, "off_policy_mask_threshold": 0.1}, {}),
-        ("loss.kl_on: counted", {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
-        ("has the row's ratio", {}, trl(mode="token_mask")),
-        ("0.23 to 0.25", {"use_vllm": True, **trl(cap=2.0)}, trl(cap=2.0, mode="token_mask")),
-        ("0.23 to 0.25", {"use_vllm": True}, trl(correction=False)),
-        ("0.23 to 0.25", {"use_vllm": True}, trl(clip_max=2.0)),
+        ("use_vllm", {}, {"use_vllm": True}),
+        (COUNTED, {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
+        ("row", {}, trl(mode="token_mask")),
+        ("0.23", {"use_vllm": True, **trl(cap=2.0)}, trl(cap=2.0, mode="token_mask")),
+        ("0.23", {"use_vllm": True}, trl(clip_max=2.0)),
     ],
     "nemo_rl": [
-        ("use_importance_sampling_correction is not given", nemo(type="tis", ratio=1.5), NEMO_ON),
-        ("loss.kl_on: counted", nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
-        (
-            "k2",
-            {"reference_policy_kl_penalty": 0.01},
-            {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
-        ),
-        ("without a sampler logprob", NEMO_ON, NEMO_ON | ERROR),
+        ("use_importance_sampling_correction", nemo(type="tis", ratio=1.5), NEMO_ON),
+        (COUNTED, nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
+        ("logprob", NEMO_ON, NEMO_ON | ERROR),
     ],
     "areal": [
-        ("use_decoupled_loss is not given", areal(), {"use_decoupled_loss": True}),
-        (
-            "with GSPO",
-            AREAL_M2 | {"actor.importance_sampling_level": "sequence"},
-            AREAL_M2 | {"actor.importance_sampling_level": "token"},
-        ),
-        ("has the row's ratio", areal(level="sequence", action="clamp", upper=9.0), areal()),
-        (
-            "leaves the denominators here, not AReaL's",
-            areal(level="sequence", metric="kl_k1"),
-            areal(metric="kl_k2"),
-        ),
-        (
-            "leaves the denominators here",
-            areal(level="sequence", metric="kl_k2"),
-            areal(level="sequence"),
-        ),
-        ("goes with learner.n_minibatches: 1", {"prox_logp_method": "reuse_train_logp"}, {}),
+        ("use_decoupled_loss", areal(), {"use_decoupled_loss": True}),
+        ("GSPO", AREAL_M2 | {"actor.importance_sampling_level": "sequence"}, AREAL_M2),
+        ("denominators", areal(level="sequence", metric="kl_k1"), areal(metric="kl_k2")),
+        ("learner.n_minibatches", {"prox_logp_method": "reuse_train_logp"}, {}),
     ],
     "slime": [
-        ("learner's own old logprobs", {"use_opsm": True}, {}),
-        (
-            "train_infer_mismatch_helper",
-            {"use_tis": True, "tis_upper_bound": 2.0},
-            slime_mis(tis_upper_bound=2.0),
-        ),
-        ("micro-batch", slime_mis(tis_upper_bound=2.0, tis_batch_normalize=True), None),
-        (
-            "with GSPO",
-            SLIME_RS | {"advantage_estimator": "gspo"},
-            SLIME_RS | {"advantage_estimator": "grpo"},
-        ),
-        ("loss.kl_on: counted", {"use_opsm": True}, SLIME_RS),
-        (
-            "ours keep them",
-            slime_mis(tis_upper_bound=2.0, tis_mode="mask"),
-            slime_mis(tis_upper_bound=2.0),
-        ),
-        (
-            "partial_rollout is not given and taken as true",
-            {OLD: True},
-            {"partial_rollout": True, OLD: True},
-        ),
-        *((words, {OLD: True}, {}) for words in ("train_async.py", "mean over rows")),
-        (
-            "by 10",
-            {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"},
-            {"kl_loss_type": "low_var_kl"},
-        ),
+        ("use_opsm", {"use_opsm": True}, {}),
+        ("custom_tis_function_path", {"use_tis": True, "tis_upper_bound": 2.0}, SLIME_RS),
+        ("GSPO", SLIME_RS | {"advantage_estimator": "gspo"}, SLIME_RS),
+        (COUNTED, {"use_opsm": True}, SLIME_RS),
+        ("tis_mode", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), SLIME_RS),
+        ("partial_rollout", {OLD: True}, {}),
+        ("low_var_kl", {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, {}),
     ],
     "openrlhf": [
-        ("is_correction_enable is not given", openrlhf(type="tis"), openrlhf(enable=True)),
-        (
-            "is_correction_level is not given",
-            openrlhf(mode="clip", threshold=[0.5, 2.0]),
-            openrlhf(level="off"),
-        ),
-        ("loss.kl_on: counted", openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
+        ("is_correction_enable", openrlhf(type="tis"), openrlhf(enable=True)),
+        (COUNTED, openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
     ],
     "fireworks": [
         ("20", {"tis": {"level": "sequence"}}, {"tis": {}}),
-        ("no tis section", {"kl_beta": 0.0, "trainer": {"job_id": "x"}}, {"tis": {}}),
-        ("with GSPO", ICEPOP_ABOVE, ICEPOP_BELOW),
-        ("loss.kl_on: counted", ICEPOP_ABOVE, ICEPOP_BELOW),
+        (COUNTED, ICEPOP_ABOVE, {"tis": {"icepop_threshold": 2.0}}),
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("framework", "words", "mapping", "other"),
+    ("framework", "word", "mapping", "other"),
     [(name, *case) for name, cases in NOTES.items() for case in cases],
 )
-def test_notes(framework: str, words: str, mapping: Native, other: Native | None) -> None:
+def test_notes(framework: str, word: str, mapping: Native, other: Native) -> None:
     """Conditions, guesses at what is not given, and sections that are not there."""
-    assert any(words in note for note in translate(framework, mapping).notes)
-    assert other is None or not any(words in note for note in translate(framework, other).notes)
-
-
-def test_what_is_left_out() -> None:
-    """The names, and of a section that holds many of them what was read."""
-    assert translate(
-        "trl", {"use_vllm": True, **trl(mode="token_mask"), "learning_rate": 1e-6}
-    ).notes == ["left out, as not about correction: learning_rate"]
-    actor = {f"option_{place}": place for place in range(20)} | {"use_decoupled_loss": True}
-    (note,) = translate("areal", {"actor": actor, "ref": {"path": "x"}, "seed": 1}).notes
-    assert (
-        note == "left out, as not about correction: actor (all but use_decoupled_loss), ref, seed"
-    )
+    assert any(word in note for note in translate(framework, mapping).notes)
+    assert not any(word in note for note in translate(framework, other).notes)
 
 
 # a row without one logprob, one whose sampler calls its token impossible, a whole one

@@ -21,9 +21,8 @@ from megatron_rl.config import from_mapping, load
 from megatron_rl.config.correction_rules import check_correction, check_objective
 from megatron_rl.config.schema import CorrectionConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
-from megatron_rl.workshop.translation import translate as translate_module
 from megatron_rl.workshop.translation.keys import TranslationError
-from megatron_rl.workshop.translation.settings import flatten
+from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.translate import (
     FRAMEWORKS,
     translate,
@@ -138,8 +137,7 @@ def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Pat
     """
     config, notes, *_ = translate(framework, FILES[framework])
     assert config.weight.level == ("none" if framework == "prime_rl" else "token")
-    assert notes[-1].startswith("left out, as not about correction: ")
-    assert sum("left out" in note for note in notes) == 1
+    assert [note.startswith(LEFT_OUT) for note in notes].index(True) == len(notes) - 1
     source = tmp_path / "theirs.yaml"
     source.write_text(yaml.safe_dump(FILES[framework]))
     printed = translate_file(framework, source)
@@ -153,23 +151,11 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
     source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
     assert yaml.safe_load(source.read_text())["rollout_is_threshold"] == 0.55
     printed = translate_file("verl", source)
-    assert "rollout_is_threshold: 0.5_5 is read as two bounds; without quotes it is 0.55" in printed
     weight = yaml.safe_load(printed)["correction"]["weight"]
     assert (weight["low"], weight["high"], weight["outside"]) == (0.5, 5.0, "zero")
     source.write_text("sequence_mask_metric: geometric\noutlier_token_is_threshold_low: 1e-4\n")
     rules = yaml.safe_load(translate_file("skyrl", source))["correction"]["reject"]
     assert rules[1] == {"level": "sequence", "stat": "ratio", "reduce": "min", "low": 1e-4}
-
-
-def test_a_file_of_toml(tmp_path: Path) -> None:
-    source = tmp_path / "rl.toml"
-    source.write_text(
-        '[trainer.loss]\ntype = "default"\nkl_tau = 0.002\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n'
-    )
-    printed = translate_file("prime-rl", source)
-    assert yaml.safe_load(printed)["correction"]["anchor"] == "sampler"
-    assert "loss.name: dppo" in printed
-    assert "loss.clip_low: 0.2, loss.clip_high: 0.3" in printed
 
 
 def test_the_command_prints_a_recipe_s_section(
@@ -184,23 +170,12 @@ def test_the_command_prints_a_recipe_s_section(
     assert load(tmp_path / "ours.yaml").correction.weight.high is None
 
 
-def test_the_command_on_no_text_an_empty_file_and_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_on_a_missing_and_an_empty_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    for name, words in (
-        ("", "not readable"),
-        ("bytes.yaml", "not readable as text"),
-        ("none.yaml", "no such file"),
-    ):
+    for name in ("", "bytes.yaml", "none.yaml"):
         assert cli.main(["translate", "verl", str(tmp_path / name)]) == 2
-        assert words in capsys.readouterr().err
     (tmp_path / "empty.yaml").touch()
     assert cli.main(["translate", "verl", str(tmp_path / "empty.yaml")]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["correction"]["weight"]["level"] == "none"
-
-    def interrupted(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(translate_module, "translate_file", interrupted)
-    assert cli.main(["translate", "verl", str(tmp_path / "empty.yaml")]) == 130

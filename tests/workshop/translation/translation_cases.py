@@ -585,15 +585,6 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
         ("defaults", {}, lambda x: x.rho.clamp(max=5.0)),
         ("sequence", {"tis": {"cap": 1.1, "level": "sequence"}}, lambda x: x.mean.clamp(max=1.1)),
         (
-            "the section of its pull request 169",
-            {
-                "policy_loss": "grpo",
-                "is_correction": {"tis_cap": 1.1, "tis_level": "sequence", "eps_clip": 0.2},
-            },
-            lambda x: x.mean.clamp(max=1.1),
-        ),
-        ("that section alone", {"tis_cap": 1.2}, lambda x: x.rho.clamp(max=1.2)),
-        (
             "icepop below the cap",
             {"tis": {"icepop_threshold": 1.5}},
             lambda x: x.rho * band(x.rho, 1 / 1.5, 1.5),
