@@ -18,8 +18,8 @@ from torch import Tensor
 
 from translation_cases import (  # isort: skip
     ADVANTAGES,
-    BYPASSES,
     CASES,
+    LOSS,
     NEMO_OFF,
     NEMO_ON,
     OLD,
@@ -100,12 +100,6 @@ def test_m2po(band_high: float | None) -> None:
     assert torch.equal(found.denominator_mask_BT, counted_BT)
     torch.testing.assert_close(found.weights_BT, multiplier_BT.float(), rtol=1e-5, atol=1e-6)
     assert "micro-batch" in notes[0]
-
-
-@pytest.mark.parametrize(("framework", "mapping"), BYPASSES, **IDS)
-def test_bypass(framework: str, mapping: Native) -> None:
-    config = translate(framework, mapping).config
-    assert (config.anchor, config.weight.level, config.renormalize) == ("sampler", "none", False)
 
 
 def loss_of(wanted: dict[str, Any], **else_: Any) -> LossConfig:
@@ -229,62 +223,42 @@ def test_gradients_of_a_kl_that_is_weighted(
 ERROR = {"grpo.seq_logprob_error_threshold": 1.4}
 IN_LOSS = {**verl_rs("seq_mean_k1", "1.1"), "loss_type": "reinforce", "rollout_is": "token"}
 COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
+DECOUPLED = {"use_decoupled_loss": True, **areal(upper=2.0)}
 # two ways to say one correction
-SAME = [
-    (
-        "verl",
-        {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False},
-        {"rollout_is": "token"},
-    ),
-    (
-        "verl",
-        verl_run({"rollout_is": "token", "use_policy_gradient": False}),
-        {"rollout_is": "token"},
-    ),
+SAME: list[tuple[str, Native, Native]] = [
+    ("verl", {"rollout_is": "token", "use_policy_gradient": False}, {"rollout_is": "token"}),
     (
         "verl",
         {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
         verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1"),
     ),
+    ("verl", {LOSS: "bypass_mode"}, {"bypass_mode": True}),
+    ("verl", verl_run({"bypass_mode": True}, use_v1=True), {"bypass_mode": True}),
     ("verl", verl_in_loss("vanilla", **IN_LOSS), {}),
     (
         "verl",
         verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS),
         {"bypass_mode": True},
     ),
+    # the legacy trainer puts its loss in place
     (
         "verl",
         verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
         {"bypass_mode": True, **verl_rs("token_k2", "1")},
-    ),  # the legacy trainer puts its loss in place
+    ),
     *(
         ("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {})
         for loss in COVARIANCE
     ),
-    ("trl", {"beta": 0.0}, {}),
     ("trl", {"beta": 0.1, "use_vllm": True}, {"use_vllm": True}),
-    ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, {}),
     (
         "areal",
-        {
-            "actor": {
-                "use_decoupled_loss": True,
-                "prox_logp_method": "reuse_train_logp",
-                **areal(upper=2.0),
-            }
-        },
-        {"actor": {"use_decoupled_loss": True, **areal(upper=2.0)}},
+        {"actor": {**DECOUPLED, "prox_logp_method": "reuse_train_logp"}},
+        {"actor": DECOUPLED},
     ),
-    ("slime", {"partial_rollout": True, OLD: False}, {}),
     ("slime", {OLD: True}, {"partial_rollout": True, OLD: True}),
-    ("openrlhf", openrlhf(level="off", threshold=[0.5, 2.0]), openrlhf(enable=False)),
     ("openrlhf", openrlhf(level=False), openrlhf(enable=False)),  # as YAML reads off
     ("openrlhf", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(enable=False)),
-    (
-        "openrlhf",
-        {"algo.kl": {"unbiased_gradient": True, "use_loss": False}},
-        openrlhf(enable=False),
-    ),
 ]
 
 
@@ -293,86 +267,208 @@ def test_what_is_the_same(framework: str, one: Native, other: Native) -> None:
     assert translate(framework, one).config == translate(framework, other).config
 
 
-def test_anchors() -> None:
-    """Of settings that correct nothing else, or whose loss decides."""
+def test_anchors_of_areal() -> None:
     plain = {"use_decoupled_loss": False, "prox_logp_method": "reuse_train_logp"}
-    gspo = {"policy_loss_type": "gspo", **openrlhf(level="seq", gating="tv")}
-    reinforce = translate(
-        "verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
-    ).config
-    assert (reinforce.anchor, reinforce.weight.level, reinforce.weight.high) == (
-        "sampler",
-        "sequence",
-        2.0,
-    )
-    assert (
-        translate("areal", {"actor": {**areal(), "prox_logp_method": "loglinear"}}).config.anchor
-        == "interpolated"
-    )
-    assert translate("areal", {"actor": plain}).config.anchor == "prox"
-    assert (
-        translate("areal", {"actor": {**plain, "use_sapo_loss": True}}).config.anchor == "sampler"
-    )
-    assert translate("openrlhf", gspo).config.anchor == "sampler"
-    assert translate("openrlhf", gspo | openrlhf(level="off")).config.anchor == "prox"
+    for actor, anchor in (
+        (DECOUPLED | {"prox_logp_method": "loglinear"}, "interpolated"),
+        (plain, "prox"),
+        (plain | {"use_sapo_loss": True}, "sampler"),
+    ):
+        assert translate("areal", {"actor": actor}).config.anchor == anchor
 
 
 GSPO = verl_run(verl_rs("seq_mean_k1", "0.8_1.25"), loss="gspo")
 SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
-AREAL_M2 = {"actor": {**areal(upper=2.0), "use_decoupled_loss": True, "m2_threshold": 0.1}}
+AREAL_M2 = {"actor": DECOUPLED | {"m2_threshold": 0.1}}
 ICEPOP_ABOVE = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}
 COUNTED = "loss.kl_on"
 # a word of a note, settings that have it, and settings of the same project that have it not
 NOTES: dict[str, list[tuple[str, Native, Native]]] = {
     "verl": [
-        ("20", verl_rs("seq_sum_k1", "2"), verl_rs("token_k1", "2")),
-        ("defaults", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, {}),
-        ("rollout_is_threshold", {"rollout_is": "token", "rollout_is_threshold": "null"}, {}),
-        ("renormalize", verl_rs("token_k2", "1"), {}),
-        ("use_v1", {"bypass_mode": True, **verl_rs("token_k2", "1")}, {"bypass_mode": True}),
-        ("use_v1", verl_in_loss("vanilla", **IN_LOSS), {}),
-        ("0.52", verl_rs("seq_sum_k1", "0.5_2"), verl_rs("seq_mean_k1", "0.5_2.0")),
-        ("0.9.1", GSPO, GSPO | {"loss_agg_mode": "seq-mean-token-mean"}),
+        (
+            "20",
+            verl_rs("seq_sum_k1", "2"),
+            verl_rs("token_k1", "2"),
+        ),
+        (
+            "defaults",
+            {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}},
+            {},
+        ),
+        (
+            "rollout_is_threshold",
+            {"rollout_is": "token", "rollout_is_threshold": "null"},
+            {},
+        ),
+        (
+            "renormalize",
+            verl_rs("token_k2", "1"),
+            {},
+        ),
+        (
+            "use_v1",
+            {"bypass_mode": True, **verl_rs("token_k2", "1")},
+            {"bypass_mode": True},
+        ),
+        (
+            "use_v1",
+            verl_in_loss("vanilla", **IN_LOSS),
+            {},
+        ),
+        (
+            "0.52",
+            verl_rs("seq_sum_k1", "0.5_2"),
+            verl_rs("seq_mean_k1", "0.5_2.0"),
+        ),
+        (
+            "0.9.1",
+            GSPO,
+            GSPO | {"loss_agg_mode": "seq-mean-token-mean"},
+        ),
     ],
     "skyrl": [
-        ("GSPO", skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK), skyrl({})),
-        (COUNTED, {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
-        ("clip_cov", skyrl(COVARIANCE[0], **TOKEN_MASK), {}),
+        (
+            "GSPO",
+            skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK),
+            skyrl({}),
+        ),
+        (
+            COUNTED,
+            {"sequence_mask_metric": "geometric"},
+            {"tis_ratio_type": "token"},
+        ),
+        (
+            "clip_cov",
+            skyrl(COVARIANCE[0], **TOKEN_MASK),
+            {},
+        ),
     ],
     "trl": [
-        ("use_vllm", {}, {"use_vllm": True}),
-        (COUNTED, {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
-        ("row", {}, trl(mode="token_mask")),
-        ("0.23", {"use_vllm": True, **trl(cap=2.0)}, trl(cap=2.0, mode="token_mask")),
-        ("0.23", {"use_vllm": True}, trl(clip_max=2.0)),
+        (
+            "use_vllm",
+            {},
+            {"use_vllm": True},
+        ),
+        (
+            COUNTED,
+            {"off_policy_mask_threshold": 0.1},
+            trl(mode="token_mask"),
+        ),
+        (
+            "row",
+            {},
+            trl(mode="token_mask"),
+        ),
+        (
+            "0.23",
+            {"use_vllm": True, **trl(cap=2.0)},
+            trl(cap=2.0, mode="token_mask"),
+        ),
+        (
+            "0.23",
+            {"use_vllm": True},
+            trl(clip_max=2.0),
+        ),
     ],
     "nemo_rl": [
-        ("use_importance_sampling_correction", nemo(type="tis", ratio=1.5), NEMO_ON),
-        (COUNTED, nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
-        ("logprob", NEMO_ON, NEMO_ON | ERROR),
+        (
+            "use_importance_sampling_correction",
+            nemo(type="tis", ratio=1.5),
+            NEMO_ON,
+        ),
+        (
+            COUNTED,
+            nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8),
+            ERROR,
+        ),
+        (
+            "logprob",
+            NEMO_ON,
+            NEMO_ON | ERROR,
+        ),
     ],
     "areal": [
-        ("use_decoupled_loss", areal(), {"use_decoupled_loss": True}),
-        ("GSPO", AREAL_M2 | {"actor.importance_sampling_level": "sequence"}, AREAL_M2),
-        ("denominators", areal(level="sequence", metric="kl_k1"), areal(metric="kl_k2")),
-        ("learner.n_minibatches", {"prox_logp_method": "reuse_train_logp"}, {}),
+        (
+            "use_decoupled_loss",
+            areal(),
+            {"use_decoupled_loss": True},
+        ),
+        (
+            "GSPO",
+            AREAL_M2 | {"actor.importance_sampling_level": "sequence"},
+            AREAL_M2,
+        ),
+        (
+            "denominators",
+            areal(level="sequence", metric="kl_k1"),
+            areal(metric="kl_k2"),
+        ),
+        (
+            "learner.n_minibatches",
+            {"prox_logp_method": "reuse_train_logp"},
+            {},
+        ),
     ],
     "slime": [
-        ("use_opsm", {"use_opsm": True}, {}),
-        ("custom_tis_function_path", {"use_tis": True, "tis_upper_bound": 2.0}, SLIME_RS),
-        ("GSPO", SLIME_RS | {"advantage_estimator": "gspo"}, SLIME_RS),
-        (COUNTED, {"use_opsm": True}, SLIME_RS),
-        ("tis_mode", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), SLIME_RS),
-        ("partial_rollout", {OLD: True}, {}),
-        ("low_var_kl", {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, {}),
+        (
+            "use_opsm",
+            {"use_opsm": True},
+            {},
+        ),
+        (
+            "custom_tis_function_path",
+            {"use_tis": True, "tis_upper_bound": 2.0},
+            SLIME_RS,
+        ),
+        (
+            "GSPO",
+            SLIME_RS | {"advantage_estimator": "gspo"},
+            SLIME_RS,
+        ),
+        (
+            COUNTED,
+            {"use_opsm": True},
+            SLIME_RS,
+        ),
+        (
+            "tis_mode",
+            slime_mis(tis_upper_bound=2.0, tis_mode="mask"),
+            SLIME_RS,
+        ),
+        (
+            "partial_rollout",
+            {OLD: True},
+            {},
+        ),
+        (
+            "low_var_kl",
+            {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"},
+            {},
+        ),
     ],
     "openrlhf": [
-        ("is_correction_enable", openrlhf(type="tis"), openrlhf(enable=True)),
-        (COUNTED, openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
+        (
+            "is_correction_enable",
+            openrlhf(type="tis"),
+            openrlhf(enable=True),
+        ),
+        (
+            COUNTED,
+            openrlhf(type="seq-mask-tis"),
+            openrlhf(type="icepop"),
+        ),
     ],
     "fireworks": [
-        ("20", {"tis": {"level": "sequence"}}, {"tis": {}}),
-        (COUNTED, ICEPOP_ABOVE, {"tis": {"icepop_threshold": 2.0}}),
+        (
+            "20",
+            {"tis": {"level": "sequence"}},
+            {"tis": {}},
+        ),
+        (
+            COUNTED,
+            ICEPOP_ABOVE,
+            {"tis": {"icepop_threshold": 2.0}},
+        ),
     ],
 }
 
