@@ -18,55 +18,69 @@ from megatron_rl.runs.status import read_status
 from megatron_rl.workshop.toy_tools import write_tools
 
 
-@dataclass(frozen=True)
-class Task:
-    about: str
-    data: Path
-    write: Callable[[Path], dict[str, int]]
-    warm_start: Path
-    recipe: Path
-
-
-def _task(name: str, about: str, write: Callable[[Path], dict[str, int]], recipe: str) -> Task:
-    return Task(
-        about,
-        Path("data") / name,
-        write,
-        Path(f"recipes/{name}_sft.yaml"),
-        Path(f"recipes/{recipe}.yaml"),
-    )
-
-
-TOY = "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters"
-
-
 def write_experts(folder: Path) -> dict[str, int]:
     """The counting task, and a model of a mixture's family."""
     return write_counting(folder, read_card("Qwen3-30B-A3B"))
 
 
-COUNTING = "counting on in steps, 32 tokens an answer: every one of eight sums has to be right"
-EXPERTS = (
-    "the counting task, for a Qwen3 of four experts in each layer, of which a token goes to two"
-)
-REASONING = "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters"
-TOOLS = "products of numbers of three digits, a calculator to call, a Qwen3 of under a million parameters"
+@dataclass(frozen=True)
+class Task:
+    name: str
+    about: str
+    write: Callable[[Path], dict[str, int]]
+    after: str = ""  # the recipe that follows the warm start, if it is not of the task's name
+
+    @property
+    def data(self) -> Path:
+        return Path("data") / self.name
+
+    @property
+    def warm_start(self) -> Path:
+        return Path(f"recipes/{self.name}_sft.yaml")
+
+    @property
+    def recipe(self) -> Path:
+        return Path(f"recipes/{self.after or self.name}.yaml")
+
+
 TASKS = {
-    "toy": _task("toy", TOY, write_toy, "quickstart"),
-    "counting": _task("counting", COUNTING, write_counting, "counting"),
-    "experts": _task("experts", EXPERTS, write_experts, "experts"),
-    "reasoning": _task("reasoning", REASONING, write_reasoning, "reasoning"),
-    "tools": _task("tools", TOOLS, write_tools, "tools"),
+    task.name: task
+    for task in (
+        Task(
+            "toy",
+            "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters",
+            write_toy,
+            "quickstart",
+        ),
+        Task(
+            "counting",
+            "counting on in steps, 32 tokens an answer: every one of eight sums has to be right",
+            write_counting,
+        ),
+        Task(
+            "experts",
+            "the counting task, for a Qwen3 of four experts in each layer, of which a token goes to two",
+            write_experts,
+        ),
+        Task(
+            "reasoning",
+            "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters",
+            write_reasoning,
+        ),
+        Task(
+            "tools",
+            "products of numbers of three digits, a calculator to call, a Qwen3 of under a million parameters",
+            write_tools,
+        ),
+    )
 }
 # overrides that say where things run: the warm start runs there too
 OF_THE_MACHINE = (
-    *(
-        "run.device=",
-        "sampler.",
-        "learner.tensor_parallel=",
-        "learner.pipeline_parallel=",
-        "learner.data_parallel=",
-    ),
+    "run.device=",
+    "sampler.",
+    "learner.tensor_parallel=",
+    "learner.pipeline_parallel=",
+    "learner.data_parallel=",
     "learner.tokens_per_microbatch=",
 )
 

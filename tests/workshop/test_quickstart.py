@@ -67,7 +67,7 @@ def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
     ("override", "said"),
     [
         ("foo.bar=1", "foo"),
-        ("optim.lr=-1", "optim.lr: -1"),
+        ("optim.lr=-1", "optim.lr"),
         ("reward.name=nope:f", "No module named 'nope'"),
         ("learner.tensor_parallel=3", "learner.tensor_parallel=3"),
         ("model.path=nowhere", "nowhere"),

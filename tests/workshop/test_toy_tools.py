@@ -1,6 +1,4 @@
-"""The tools task: its tokenizer and template, and calls that vLLM's parser reads as they were
-meant.
-"""
+"""The tools task: its tokenizer and template."""
 
 import json
 from pathlib import Path
@@ -13,8 +11,6 @@ from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.templates import Behaviour, behaviour, parser_of
 from megatron_rl.environments.tools import ToolBox
-from megatron_rl.models.mapping import parameters
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.workshop.toy_tools import CALL_END, CALL_START, write_tools
 
 TOOLS = ToolBox(Calculator.tools).schemas
@@ -77,22 +73,3 @@ def test_a_rendered_call_has_the_tokens_of_a_sampled_one(
     assert closed[: len(before) + len(sampled)] == before + sampled
     assert closed[len(before) + len(sampled)] in tokenizer.stop_token_ids
     assert len(sampled) == len(question["content"]) + 2
-
-
-def test_vllms_parser_reads_the_call(folder: Path, tokenizer: FolderTokenizer) -> None:
-    pytest.importorskip("vllm")
-    from megatron_rl.engine.tool_calls import ToolCallParser
-
-    ids = [*tokenizer.encode(f"{CALL_START}123*456{CALL_END}"), *tokenizer.stop_token_ids]
-    parsed = ToolCallParser(str(folder / "model")).parsed(
-        ids, list(tokenizer.stop_token_ids), "hermes", json.dumps(TOOLS)
-    )
-    assert parsed == {
-        "content": "",
-        "calls": [{"name": "calculate", "arguments": '{"expression": "123*456"}'}],
-    }
-
-
-def test_the_model_is_small(folder: Path) -> None:
-    shape = ModelShape.from_hf(json.loads((folder / "model" / "config.json").read_text()))
-    assert parameters(shape) < 1_000_000

@@ -55,7 +55,10 @@ SIGNS: dict[Any, Callable[[int, int], int]] = {
 LONGEST_PROGRAM = 200
 
 Word = str | Unset
-Holds = bool | None  # None: only a running shell could tell
+# how far a test holds, or a command takes place: 0, 1, or between them where only a running shell
+# could tell; `and` is their minimum, `or` their maximum
+Holds = float
+PERHAPS = 0.5
 
 
 def tokens(text: str) -> Iterator[str]:
@@ -96,24 +99,6 @@ def span(text: str, start: int, within: str = "") -> int:
     return place + 1
 
 
-def _both(one: Holds, other: Holds) -> Holds:
-    if one is False or other is False:
-        return False
-    if one is None:
-        return None
-    return other
-
-
-def _not(holds: Holds) -> Holds:
-    if holds is None:
-        return None
-    return not holds
-
-
-def _either(one: Holds, other: Holds) -> Holds:
-    return _not(_both(_not(one), _not(other)))
-
-
 def shell_sum(text: str) -> int | None:
     """The value of a sum of whole numbers; None where a shell has none, or may have another one."""
     if not SUM.fullmatch(text):
@@ -148,8 +133,8 @@ class Script:
     """A script up to where it has been read. `given`: variables that the user has set, which stay
     as they are.
 
-    What is read under `live` takes place, does not, or may (None: in a loop, behind a test that is
-    not known here).
+    What is read under `live` takes place, does not, or may: in a loop, behind a test that is not
+    known here.
     """
 
     folder: Path
@@ -167,7 +152,7 @@ class Script:
         )
         self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
-    def read(self, text: str, live: Holds = True) -> Script:
+    def read(self, text: str, live: Holds = 1) -> Script:
         # here-documents, and the lines that may end them
         self.reading.spend(text.count("<<") * text.count("\n"))
         outer = self._tokens
@@ -190,7 +175,7 @@ class Script:
         return found
 
     def _statements(self, live: Holds, *ends: str, asked: bool = False) -> Holds:
-        holds: Holds = True
+        holds: Holds = 1
         while self._tokens and self._tokens[-1] not in ends:
             if not self._take(*SEPARATORS):
                 holds = self._list(live, asked)
@@ -204,14 +189,14 @@ class Script:
         while sign := self._take("&&", "||", "|"):
             while self._take("\n"):
                 pass
-            then = {"&&": holds, "||": _not(holds), "|": True}[sign]
-            second = self._one(_both(live, then), asked)
-            holds = {"&&": _both, "||": _either, "|": lambda _, last: last}[sign](holds, second)
+            then = {"&&": holds, "||": 1 - holds, "|": 1}[sign]
+            second = self._one(min(live, then), asked)
+            holds = {"&&": min(holds, second), "||": max(holds, second), "|": second}[sign]
         return holds
 
     def _one(self, live: Holds, asked: bool) -> Holds:
         if self._take("!"):
-            return _not(self._one(live, asked))
+            return 1 - self._one(live, asked)
         if bracket := self._take("[", "[["):
             return self._test(self._until(bracket.replace("[", "]")))
         if bracket := self._take("(", "{"):
@@ -225,17 +210,17 @@ class Script:
             self._case(live)
         elif self._take("for", "while", "until"):
             self._until("do")
-            self._statements(_both(live, None), "done")
+            self._statements(min(live, PERHAPS), "done")
             self._take("done")
         else:
             return self._command(live, asked)
-        return True
+        return 1
 
     def _if(self, live: Holds) -> None:
         holds = self._statements(live, "then", asked=True)
         self._take("then")
-        self._statements(_both(live, holds), "elif", "else", "fi")
-        live = _both(live, _not(holds))
+        self._statements(min(live, holds), "elif", "else", "fi")
+        live = min(live, 1 - holds)
         if self._take("elif"):
             self._if(live)
         elif self._take("else", "fi") == "else":
@@ -248,12 +233,12 @@ class Script:
             if self._take(*SEPARATORS):
                 continue
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
-            holds: Holds = None
+            holds: Holds = PERHAPS
             if isinstance(subject, str):
                 self.reading.spend((len(subject) + 100) * len("".join(patterns)))
                 holds = any(fnmatchcase(subject, one) for one in patterns)
-            self._statements(_both(live, holds), ";;", "esac")
-            live = _both(live, _not(holds))
+            self._statements(min(live, holds), ";;", "esac")
+            live = min(live, 1 - holds)
 
     def _command(self, live: Holds, asked: bool) -> Holds:
         words: list[str] = []
@@ -265,8 +250,8 @@ class Script:
         if not words:
             self._tokens.pop()
         self.reading.spend(values=len(words))
-        if live is False:
-            return True
+        if not live:
+            return 1
         while words and words[0] in DECLARING:
             words.pop(0)
         while words and (found := ASSIGNMENT.fullmatch(words[0])):
@@ -275,16 +260,16 @@ class Script:
             script = self.folder / str(self.joined(words[1]))
             self.unread |= not script.exists()
             self.read(self.reading.read(script) if script.exists() else "", live)
-        elif words and live is True:
+        elif words and live == 1:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
-        return None if words and asked else True
+        return PERHAPS if words and asked else 1
 
     def _assign(
         self, name: str, more: bool, value: str, array: list[str] | None, live: Holds
     ) -> None:
         if name in self.given:
             return
-        if live is None:
+        if live == PERHAPS:
             text = name if array is None else f"{name}[@]"
             found: list[Word] = [Unset(f"${{{text}}}", (name,))]
         elif array is not None:
@@ -394,15 +379,15 @@ class Script:
 
     def _test(self, parts: Sequence[str]) -> Holds:
         """Whether a test holds."""
-        for sign, joins in (("||", _either), ("&&", _both)):
+        for sign, joins in (("||", max), ("&&", min)):
             if sign in parts:
                 place = parts.index(sign)
                 return joins(self._test(parts[:place]), self._test(parts[place + 1 :]))
         if parts[:1] == ["!"]:
-            return _not(self._test(parts[1:]))
+            return 1 - self._test(parts[1:])
         words = [self.joined(part) for part in parts]
         if any(isinstance(word, Unset) for word in words):
-            return None
+            return PERHAPS
         match [str(word) for word in words]:
             case ["-z" | "-n" as sign, word]:
                 return (word == "") == (sign == "-z")
@@ -412,7 +397,7 @@ class Script:
                 sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other)
             ):
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
-        return None
+        return PERHAPS
 
 
 def command_line(script: Script, text: str, entry: str) -> list[Word]:

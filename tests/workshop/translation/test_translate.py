@@ -20,7 +20,6 @@ from translation_cases import (  # isort: skip
     ADVANTAGES,
     CASES,
     LOSS,
-    NEMO_OFF,
     NEMO_ON,
     OLD,
     TOKEN_MASK,
@@ -491,24 +490,14 @@ SOUND_BT = FAULTY_BT.isfinite()
 WHOLE_BT = FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
 AREAL_BAND = {"use_decoupled_loss": True, "m2_threshold": 0.05}
 MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is divided by
-    *(("verl", {}, MASK_BT, MASK_BT), ("skyrl", {}, MASK_BT, MASK_BT)),
-    ("trl", {"use_vllm": False}, MASK_BT, MASK_BT),
+    ("verl", {}, MASK_BT, MASK_BT),
     ("trl", trl(mode="token_truncate", clip_max=1.0), MASK_BT, MASK_BT),
-    ("nemo_rl", NEMO_OFF, MASK_BT, MASK_BT),
     ("nemo_rl", NEMO_ON, SOUND_BT, MASK_BT),
-    *(("nemo_rl", ERROR | correction, WHOLE_BT, WHOLE_BT) for correction in (NEMO_ON, NEMO_OFF)),
-    ("areal", {"use_decoupled_loss": True}, MASK_BT, MASK_BT),
+    ("nemo_rl", ERROR | NEMO_ON, WHOLE_BT, WHOLE_BT),
     ("areal", areal(), MASK_BT, MASK_BT),
     ("areal", areal(metric="kl_k2"), SOUND_BT, MASK_BT),
     ("areal", areal(metric="kl_k1", level="sequence", upper=1.0, lower=-1.0), WHOLE_BT, WHOLE_BT),
-    *(
-        ("areal", {"actor": AREAL_BAND | band}, SOUND_BT, SOUND_BT)
-        for band in ({}, areal(upper=2.0))
-    ),
-    *(
-        ("slime", {"use_tis": False}, MASK_BT, MASK_BT),
-        ("openrlhf", openrlhf(enable=False), MASK_BT, MASK_BT),
-    ),
+    ("areal", {"actor": AREAL_BAND | areal(upper=2.0)}, SOUND_BT, SOUND_BT),
 ]
 
 
