@@ -1,6 +1,6 @@
 """`megatron-rl train`: checks a recipe, then runs it, with ranks that it starts or that srun or
-torchrun has started, in several attempts if asked; or prints its configuration, what one key is, or
-with --dry-run what it would do.
+torchrun started, in several attempts if requested; or prints its configuration or the documentation
+of a key; or, with --dry-run, the plan of a run.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def report(run: RunDir) -> str:
 
 
 def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config, Checked]:
-    """What can be checked, then what can be reckoned: a plan is of sizes that go together.
+    """Run the checks, then the plan, which needs sizes that are consistent.
 
-    With the configuration as this machine decides it: `learner.recompute: auto` is no longer in it.
+    Returns the configuration as decided for this machine, without `learner.recompute: auto`.
     """
     from megatron_rl.preflight.checks import check
 

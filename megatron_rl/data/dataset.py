@@ -1,5 +1,5 @@
-"""The prompts of one file: rendered and tokenized, without duplicates and rows whose answers
-contradict each other; too long ones are left out or refused.
+"""Prompts of one file: rendered, tokenized, without duplicates and contradictory rows; prompts that
+are too long are left out or refused.
 """
 
 import json
@@ -57,7 +57,7 @@ class Dataset:
 
 
 class Source(Sequence[Prompt]):
-    """Distinct prompts of one file, made when they are asked for."""
+    """Distinct prompts of one file, rendered and tokenized on access."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Source(Sequence[Prompt]):
         return tuple((each["role"], type(each.get("content")), *each) for each in prompt)
 
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
-        """Prompt and answer of every row; the answers only where somebody needs them."""
+        """Prompt and answer of every row; answers only where they are needed."""
         texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
         for index, (prompt, answer) in enumerate(texts or self._read_pairs()):
             if prompt is None or answer is None:
@@ -222,7 +222,7 @@ class Source(Sequence[Prompt]):
         )
 
     def _text(self, place: int) -> str:
-        """What the model is to read."""
+        """The prompt as text, with its system prompt and chat template."""
         index = int(self._kept[place])
         prompt = self._prompt(self._rows[index], index)
         config = self._config
@@ -270,7 +270,7 @@ def _as_text(prompt: str | Messages) -> str:
 
 @dataclass(frozen=True)
 class Distinct:
-    """Which rows of a data set count."""
+    """Row numbers of a data set's distinct prompts, and counts of the rows left out."""
 
     rows: npt.NDArray[np.int64]  # numbers of those that count, the first of each prompt, ascending
     duplicates: int

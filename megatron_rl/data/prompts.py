@@ -151,7 +151,7 @@ class PromptOrder:
             yield self._prompts[first + self._epoch(source, epoch)[offset]]
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Whose turn it is, and how often it was before."""
+        """Source at a position of the mixture, and the number of its earlier draws."""
         if len(self._counts) == 1:
             return 0, position
         cycle, place = divmod(position, sum(self._counts))

@@ -38,7 +38,7 @@ BACKLOG = 1024  # connections that wait to be accepted
 
 @dataclass
 class Opened:
-    """One session at the gateway."""
+    """A session that is open at the gateway."""
 
     policy: Policy
     key: str

@@ -33,7 +33,7 @@ SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
 @dataclass(eq=False)
 class Turn:
-    """One request, and what was sampled for it."""
+    """A request and the completion sampled for it."""
 
     number: int
     messages: tuple[Message, ...]
@@ -49,7 +49,7 @@ class Turn:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the request."""
+        """Token ids of the request, earlier turns included."""
         found: list[int] = []
         for one in self.path[:-1]:
             assert one.sampled is not None
@@ -104,7 +104,7 @@ class Conversation:
         return turn
 
     def answered(self, turn: Turn, sampled: Completion, answer: Message) -> None:
-        """What was sampled for a turn, and the message that it makes in the conversation."""
+        """Record the completion of a turn, and the message that it adds to the conversation."""
         turn.sampled = sampled
         if self.appends:
             return
@@ -162,8 +162,8 @@ class Conversation:
         )
 
     def _continued(self, text: str, done: Sequence[Turn]) -> tuple[Turn | None, list[int]]:
-        """The parent of the turn of this text, and its own tokens: behind the longest text that it
-        begins with, an answer's or a request's.
+        """The parent of this text's turn, and its own tokens: extends the longest text that it
+        begins with, a response's or a request's.
         """
         found = [
             (len(one.closed), 1, one)
@@ -233,14 +233,14 @@ class Conversation:
         return (rest, "") if found else ("", "")
 
     def _opening(self, turn: Turn) -> str:
-        """What the template puts where an answer is to begin."""
+        """The template's text at the start of a response (its generation prompt)."""
         closed = self._so_far(turn.messages, turn.tools)
         if closed and turn.text.startswith(closed):
             return turn.text.removeprefix(closed)
         return ""
 
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
-        """The last of the turn's sampled tokens whose text this is."""
+        """The last sampled tokens of the turn, which decode to this text; None if none do."""
         assert turn.sampled is not None
         text = plain(text)
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
@@ -253,7 +253,7 @@ class Conversation:
         return None
 
     def _without_stop(self, turn: Turn, tail: str) -> str:
-        """How an answer is closed, less the stop that was sampled itself."""
+        """The text that closes a response, without a stop that was sampled."""
         assert turn.sampled is not None
         ids = turn.sampled.token_ids
         if not ids or ids[-1] not in self.tokenizer.stop_token_ids:
@@ -283,7 +283,7 @@ class Conversation:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
 
     def _so_far(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The conversation where nothing more is asked; empty where the template refuses it."""
+        """The rendered conversation without a generation prompt; empty if it is refused."""
         try:
             return self._rendered(messages, tools, False)
         except Exception:  # of jinja's families

@@ -23,7 +23,7 @@ Agent = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy has said in a turn without tool calls."""
+    """The policy's response in a turn without tool calls."""
 
     text: str  # special tokens left out
     content: str  # as it stands in the conversation
@@ -71,7 +71,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `environment.name` has led to: one of the two."""
+    """The class or the agent that `environment.name` names."""
 
     make: Callable[..., Environment] | None = None
     agent: Callable[..., Agent] | None = None  # an agent of these settings

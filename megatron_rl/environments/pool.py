@@ -90,7 +90,7 @@ def check_value(value: Any, request: str) -> None:
 
 
 class EnvironmentProcess:
-    """One forked process."""
+    """A forked process, which runs one environment at a time."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class EnvironmentProcess:
         pid: int,
         nursery: subprocess.Popen[bytes],
     ) -> None:
-        """`nursery`: it has forked this one, which does not outlive it."""
+        """`nursery`: the fork server of this process, which outlives it."""
         self.pid = pid
         self.nursery = nursery
         self._reader = reader
@@ -156,7 +156,7 @@ class EnvironmentProcess:
 
 
 async def ends_soon(nursery: subprocess.Popen[bytes]) -> bool:
-    """Whether a nursery has ended. What it has forked may be seen to end before it is."""
+    """Return True if a fork server has ended: its children may be seen to end before it does."""
     deadline = time.monotonic() + REAP_S
     while nursery.poll() is None and time.monotonic() < deadline:
         await asyncio.sleep(0.02)

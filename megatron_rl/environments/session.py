@@ -33,7 +33,7 @@ MOST_CHARACTERS = 64  # of a token: what has more is not encoded
 
 @dataclass(frozen=True)
 class Rules:
-    """What all sessions of a run have in common."""
+    """Settings that all sessions of a run share."""
 
     section: EnvironmentSection
     response_tokens: int
@@ -112,7 +112,7 @@ class Policy:
         self._order = asyncio.Lock()
 
     async def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Answered:
-        """The policy's answer; ContextFull where there is no room for one, TemplateRefuses."""
+        """The policy's response. Raises ContextFull if it has no space, or TemplateRefuses."""
         async with self.answering(messages, tools) as answered:
             return answered
 
@@ -162,7 +162,7 @@ class Policy:
         transcript.answer = answered.text
 
     def unread(self, turn: Turn) -> None:
-        """Forget an answer that was never read; one that something has gone on behind was."""
+        """Forget a response that was never read; one that a later turn extends was read."""
         if not any(one.parent is turn for one in self.transcript.conversation.turns):
             turn.sampled = None
             self.transcript.counts["answers_unread"] += 1
@@ -179,7 +179,7 @@ class Policy:
         return await asyncio.shield(asyncio.ensure_future(begun()))
 
     def leave_unread(self) -> None:
-        """Leave the turns out whose answers were never read: the others are numbered anew."""
+        """Drop the turns whose responses were never read, and renumber the others."""
         transcript = self.transcript
         read = [one for one in transcript.conversation.turns if one.sampled is not None]
         transcript.turns = [transcript.turns[one.number] for one in read]

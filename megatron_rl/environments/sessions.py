@@ -39,7 +39,7 @@ TRIES = 2  # of a session whose environment fails
 
 
 class SessionsEnded(RuntimeError):
-    """Nobody plays sessions any more."""
+    """The sampler of sessions is closed."""
 
 
 class Sessions:

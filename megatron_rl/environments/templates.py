@@ -52,7 +52,7 @@ def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What the template does to a turn that has been answered."""
+    """The template's treatment of a turn that already has a response."""
 
     # behind a tool's answer: what was said stays as it was; None: it was not tried
     appends_tool: bool | None
@@ -83,7 +83,7 @@ def problems(
     tools: Sequence[Any],
     agent: bool,
 ) -> Iterator[str]:
-    """Why the model in this folder cannot hold conversations with this environment."""
+    """Reasons for which the model in this folder cannot converse with this environment."""
     if not has_template(folder):
         yield f"environment.name: {folder} has no chat template, which says how turns follow each other; add one"
         return

@@ -100,7 +100,7 @@ def _plain(schema: Any) -> Any:
 
 
 def as_text(result: Any) -> str:
-    """What a tool has returned, as the policy reads it."""
+    """A tool's result as text for the policy."""
     if isinstance(result, str):
         return result
     return json.dumps(result, default=str, ensure_ascii=False)

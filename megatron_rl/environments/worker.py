@@ -1,9 +1,9 @@
-"""Environment processes: a nursery imports the user's module once and forks others; each answers
-for one environment at a time (reset, step, tool, close), or runs an agent.
+"""Environment processes: a fork server imports the user's module once; its children serve one
+environment at a time (reset, step, tool, close), or run an agent.
 
-`python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for
-each process that it is to fork, which answers there, one by one, until it closes. A call that hangs
-or crashes is nothing to other sessions.
+`python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The fork server receives a socket
+for each child, which replies there, one request at a time, until it closes. A call that hangs or
+crashes does not affect other sessions.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class TooLate(BaseException):
 
 
 def main(descriptor: int, parent: int) -> None:
-    """The nursery."""
+    """Run the fork server."""
     control, channel, start = begun(descriptor, parent)
     try:
         loaded = load(start["name"])

@@ -1,9 +1,9 @@
-"""Loads and calls what `reward.name` names (ours, `module:function`, `file.py:function`); sums
-their weighted scores.
+"""Loads and calls the rewards of `reward.name` (ours, `module:function`, `file.py:function`);
+returns their weighted sum.
 
-A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a
+The names of a function's parameters decide how it is called: as ours, verl's or TRL's. It returns a
 number, or a mapping whose `score` is one; other numbers in it are metrics. `imported` serves
-environments and adapters as well.
+environments and integrations as well.
 """
 
 import difflib
@@ -33,7 +33,7 @@ LONGEST_NAME = 64
 
 
 def reads_last(names: Iterable[str]) -> int | None:
-    """How many characters before the end these rewards look at; None: all of them."""
+    """Number of characters at a response's end that these rewards read; None: all of them."""
     found = [READS_LAST.get(name) for name in names]
     if None in found:
         return None
@@ -263,7 +263,7 @@ def for_metrics(values: Mapping[Any, Any] | None) -> dict[str, float]:
 
 
 def number(value: Any) -> float | None:
-    """What counts as one: bools, floats, tensors of one number."""
+    """Convert a bool, a number or a tensor of one number to a float; None for anything else."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     # an array or a tensor of several numbers, an integer too large for a float

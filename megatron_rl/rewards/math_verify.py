@@ -40,7 +40,7 @@ def _parsed(text: str, targets: tuple[Any, ...]) -> list[Any]:
 
 
 def _text(found: list[Any]) -> str | None:
-    """What the response means, where that can be written: two that mean the same are one answer."""
+    """The response's value in canonical form, equal for equal answers; None if it has no text."""
     try:
         return str(found[0])
     except ValueError:  # a number of more digits than Python writes

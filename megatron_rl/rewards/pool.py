@@ -120,7 +120,7 @@ class RewardPool:
 
 
 class Unreachable(ConfigError):
-    """A reward whose judge is not there: it may come with the job."""
+    """A reward whose judge cannot be reached yet: the job may start it later."""
 
 
 def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[Score]:

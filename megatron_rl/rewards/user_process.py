@@ -67,7 +67,7 @@ def first_reply(
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
-    """What may hold anything of the user's, as JSON; what that does not know, as text."""
+    """Encode the user's values as JSON; values that JSON does not know, as text."""
     try:
         return msgspec.json.encode(content, enc_hook=str)
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape

@@ -29,7 +29,7 @@ MAX_ERROR = 500  # characters: a window of replies must fit the channel
 
 
 def begun(descriptor: int, parent: int) -> tuple[socket.socket, Channel, dict[str, Any]]:
-    """The start of a process for the user's code: its connection, and what it is told first."""
+    """Start a process for user code: its connection, channel and first message."""
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
     # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals

@@ -75,7 +75,7 @@ class Answering(Protocol):
 
 
 class Answers(Protocol):
-    """What collecting needs of a Sampler."""
+    """Interface of a Sampler that collecting uses."""
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering: ...
 
@@ -262,7 +262,7 @@ def _sampled(one: Scored) -> int:
 
 
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
-    """How many answers got which verdict, and the means of what the rewards measured beside."""
+    """Counts of verdicts, and means of the rewards' other numbers."""
     count = Counter(one.verdict for one in scored)
     details: dict[str, list[float]] = {}
     for one in scored:
@@ -290,7 +290,7 @@ def _flat(groups: Sequence[Group]) -> list[Scored]:
 
 
 def _refill(missing: int, kept: int, drawn: int) -> int:
-    """How many groups to draw so that about `missing` of them survive the filter."""
+    """Number of groups to draw so that about `missing` of them survive the filter."""
     survival = max(0.25, kept / drawn) if drawn else 1.0
     return math.ceil(missing / survival)
 
@@ -309,8 +309,8 @@ def sampling_params(config: RolloutSection, stop_token_ids: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones
-    where filtered.
+    """Rewards with DAPO's length penalty. The loss excludes responses without a score, and
+    truncated ones if the recipe filters them.
     """
 
     config: RewardSection

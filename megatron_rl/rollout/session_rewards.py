@@ -28,7 +28,7 @@ def session_score(session: Session) -> Score | None:
 
 
 def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
-    """How the step's conversations went."""
+    """Metrics of the step's conversations."""
     if not sessions:
         return {}
     turns = [turn for one in sessions for turn in one.turns]

@@ -214,7 +214,7 @@ def _codes(
 
 
 def _half_steps(codes_OI: Tensor, kind: str) -> Tensor:
-    """Half the distance to the next code, of whatever rounds to this one at the most."""
+    """Half the distance to the next code: the largest rounding error at this one."""
     if kind == "integer":
         return torch.full((), 0.5)
     if kind == "fp8":  # three bits of fraction; below the normal numbers the steps are equal

@@ -1,5 +1,6 @@
-"""Weights to convert, of a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder: found, read
-lazily, digested.
+"""Sources of weights: finds, lazily reads and hashes those of a run, checkpoint or model folder.
+
+A source is a run, RUN@STEP, a checkpoint, or a Hugging Face or PEFT folder.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Source:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder of Hugging Face; otherwise it is a torch_dist checkpoint."""
+        """True for a Hugging Face folder, False for a torch_dist checkpoint."""
         return self.path == self.folder
 
     @property

@@ -1,10 +1,10 @@
 """`tools/convert.py verify`: two models on disk, checkpoints or folders, compared tensor by tensor.
 
-A tensor is equal, equal but for the dtype, within a format's rounding or the bound asked for,
-different, or missing. A quantized weight is held against the plain one element by element: rounding
-moves a number by half a step at the most, so that one swapped row, one lost scale or one stale
-expert shows, however small the mean error. Smoothing, which divides norms by powers of two and
-multiplies what reads them, is read off the norms, and done to the plain side first.
+A tensor is equal, equal but for the dtype, within a format's rounding or the requested bound,
+different, or missing. A quantized weight is compared with the plain one element by element:
+rounding moves a number by at most half a step, so that one swapped row, one lost scale or one stale
+expert shows, however small the mean error. Smoothing divides norms by powers of two and multiplies
+the weights after them; it is read off the norms and applied to the plain side first.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def is_peft(path: Path) -> bool:
 
 
 def alone(path: Path) -> bool:
-    """Whether adapters are there without the model that they change."""
+    """True for a folder of LoRA adapters without their base model."""
     if not is_checkpoint(path):
         return is_peft(path)
     return torch_dist.Reader(path).holds_adapters

@@ -35,7 +35,7 @@ AGAIN = "what is typed next begins another conversation"
 
 
 class Unanswered(ValueError):
-    """Why a text has no answer, such as its length; the next one may have."""
+    """A text without a response, for example because of its length; the next one may have one."""
 
 
 def sampling(config: Config, tokenizer: FolderTokenizer) -> SamplingParams:
@@ -164,7 +164,7 @@ class ToolChat:
         self._process: EnvironmentProcess | None = None
 
     def answer(self, text: str) -> str:
-        """What the model says at last; its calls, and what answers them, are shown before."""
+        """The model's final response; tool calls and their results are printed before it."""
         return self._loop.call(self._answer(text))
 
     async def _answer(self, text: str) -> str:

@@ -113,7 +113,7 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
 
 
 def pass_rate(group: Group) -> dict[str, Any]:
-    """One prompt; what `tools/prepare_data.py --pass-rates` reads."""
+    """Pass rate of a prompt, as `tools/prepare_data.py --pass-rates` reads it."""
     prompt = group[0].rollout.prompt
     right = sum(one.verdict == Verdict.right for one in group)
     return {
