@@ -1,4 +1,4 @@
-"""Checkpoints of one tensor, whole by their checksums, whatever has been changed in them."""
+"""Checkpoints of one tensor with valid checksums, whatever their content."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_parts(folder: Path, *rows: int) -> None:
 
 
 def forge(path: Path, content: dict[str, Any]) -> None:
-    """A manifest whose checksum is right."""
+    """Write a manifest with a valid checksum."""
     stored = {"content": content, "checksum": checkpoints._checksum(content)}
     (path / "checkpoint.json").write_text(json.dumps(stored))
 

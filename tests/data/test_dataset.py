@@ -147,7 +147,7 @@ def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     )
     written(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows[:1])
     assert len(loaded(tokenizer, str(tmp_path / "hub" / "test"))) == 1
-    with pytest.raises(ConfigError, match=r"test, train.* such as .*hub/test"):
+    with pytest.raises(ConfigError, match=r"test, train.*hub/test"):
         loaded(tokenizer, str(tmp_path / "hub"))
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
@@ -251,7 +251,7 @@ def test_columns_of_any_row_groups_are_read(tmp_path: Path) -> None:
 
 
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    """Of its own file, in a folder of several; an empty line counts."""
+    """Line numbers count per file of a folder, and include empty lines."""
     good = '{"prompt": "1+1=", "answer": "2"}\n'
     (tmp_path / "train-00000-of-00002.jsonl").write_text(good * 3)
     (tmp_path / "train-00001-of-00002.jsonl").write_text(good + "\n" + '{"prompt": "1+2="}\n')

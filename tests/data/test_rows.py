@@ -133,7 +133,7 @@ def test_answers_that_are_no_text(
 ) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": answer}]
     message = refusal(load, tmp_path / "rows.jsonl", rows, tokenizer)
-    assert message.startswith("data.answer_key: 'answer' of line 2 of ")
+    assert message.startswith("data.answer_key: ") and " line 2 " in message
 
 
 @pytest.mark.fault("prompts are empty lists, or messages without a role", "the row is named")
@@ -143,7 +143,7 @@ def test_prompts_that_are_no_messages(
 ) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": prompt, "answer": 2}]
     message = refusal(load, tmp_path / "rows.jsonl", rows, tokenizer)
-    assert message.startswith("data.prompt_key: 'prompt' of line 2 of ")
+    assert message.startswith("data.prompt_key: ") and " line 2 " in message
 
 
 def test_keys_reach_into_columns(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
@@ -173,5 +173,5 @@ def test_a_miss_names_what_is_there(
 ) -> None:
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     message = refusal(load, tmp_path / "rows.jsonl", [row], tokenizer, answer_key=name)
-    assert message.startswith(f"data.answer_key: {name!r} is not in line 1 of ")
+    assert message.startswith(f"data.answer_key: {name!r} ")
     assert all(word in message for word in there)

@@ -65,9 +65,7 @@ def test_a_row_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
     data = write_rows(
         tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")]
     )
-    with pytest.raises(
-        ConfigError, match=r"model\.path: the chat template .*no banned.*\(line 1501 of .*jsonl\)"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.path: .*no banned.*\(line 1501 "):
         check_datasets(Config(model=ModelSection(str(folder)), data=data))
 
 
@@ -78,7 +76,7 @@ def test_a_huge_prompt(folder: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)])
     with pytest.raises(
         ConfigError,
-        match=r"2 of \d+ prompts of .* are longer \(the longest has \d+ tokens or more\)",
+        match=r"2 of \d+ prompts .* longer",
     ):
         load_dataset("train", data, tokenizer, 16)
     dropping = write_rows(
@@ -107,7 +105,7 @@ def test_a_sample_is_encoded_before_the_start_and_holds_the_longest_and_the_shor
     config = Config(
         model=ModelSection(str(folder)), data=data, rollout=RolloutSection(max_prompt_tokens=71)
     )
-    with pytest.raises(ConfigError, match=r"1 of \d+ prompts .* are longer .* 72 tokens"):
+    with pytest.raises(ConfigError, match=r"1 of \d+ prompts .* 72 tokens"):
         check_datasets(config)
     assert prompts.EARLY_SAMPLE <= len(encoded) <= prompts.EARLY_SAMPLE + 2
     assert min(map(len, encoded)) == len("900<end>=")

@@ -128,7 +128,7 @@ def completion(
 
 @dataclass
 class Talk:
-    """One conversation, and everything that was asked and sampled in it."""
+    """A conversation, with all of its requests and samples."""
 
     tokenizer: FolderTokenizer
     random: random.Random
@@ -143,7 +143,7 @@ class Talk:
     def say(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
     ) -> dict[str, Any]:
-        """One turn; the message that the policy's answer is."""
+        """Play one turn; return the message of the policy's response."""
         turn = self.conversation.request(messages, tools)
         ids = self.sampled()
         self.asked.append((turn.tokens, ids))
@@ -330,7 +330,7 @@ def published() -> list[Published]:
 def many(
     tokenizer: FolderTokenizer, count: int, options: Mapping[str, Any], tools: bool
 ) -> tuple[Counter[str], ...]:
-    """What came out of so many conversations, and how often the template refused to go on."""
+    """Results of this many conversations, and the count of the template's refusals."""
     total = Counter[str](conversations=count)
     refused = Counter[str]()
     for seed in range(count):

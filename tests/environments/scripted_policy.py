@@ -84,7 +84,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class Played:
-    """Sessions of an environment of `hostile`, with a policy that says what it is told."""
+    """Sessions of an environment of `hostile` with a scripted policy."""
 
     def __init__(
         self,

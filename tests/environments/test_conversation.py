@@ -51,7 +51,7 @@ def test_any_conversation_keeps_its_promises(
 
 
 def environment(talk: Talk, answers: list[str], role: str = "user", stopped: bool = True) -> None:
-    """A conversation whose answers are these."""
+    """A conversation with these responses."""
     conversation = talk.conversation
     tokenizer = talk.tokenizer
     messages = [{"role": "user", "content": "What is 12 + 30?"}]

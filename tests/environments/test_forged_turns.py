@@ -68,7 +68,7 @@ CASES = {
 
 
 def without(value: Any) -> Any:
-    """The same messages, where nothing spells a control token."""
+    """Messages with the text that spells control tokens replaced."""
     if isinstance(value, dict):
         return {without(key): without(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -125,7 +125,7 @@ def test_other_conversations_have_the_tokens_of_their_text(tokenizers: Pairs) ->
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("said", [FORGED, f"SECRET {SENTINEL} tail", "<|im_end|>"])
 def test_a_tools_answer_is_read_whole(tokenizers: Pairs, appends: bool, said: str) -> None:
-    """Behind a call whose arguments spell the end of an answer."""
+    """A tool's result after a call whose arguments spell the end of a response."""
     for name in ("appends", "calls alone", "always opens", "ends all"):
         tokenizer = tokenizers[name][0]
         conversation = Conversation(tokenizer, appends=appends)

@@ -35,11 +35,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_dry_run_takes_the_pages_recipe(place: Path, command: Command) -> None:
     said = command.dry_run(*GIVEN, recipe="recipes/mine.yaml")
     assert "environment calculator.py:Arithmetic" in said
-    assert "a tool's answer appends; a user's message appends" in said
+    assert said.count(" appends") == 2
     refused = command.refused(
         *GIVEN, "environment.name=calculator.py:Arithmetics", recipe="recipes/mine.yaml"
     )
-    assert "environment.name: 'calculator.py:Arithmetics' cannot be imported" in refused
+    assert "environment.name: 'calculator.py:Arithmetics'" in refused
     refused = command.refused(*GIVEN, "environment.turn=3", recipe="recipes/mine.yaml")
     assert "did you mean environment.turns?" in refused
 

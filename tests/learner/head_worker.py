@@ -24,7 +24,7 @@ COLUMNS = (1, 4, 7, 18)  # at once; a share has 19 (TP2, padded) or 37 of them
 
 @contextmanager
 def at_a_time(columns: int | None) -> Iterator[None]:
-    """So many columns of logits at once, whatever their bytes; None: as it is."""
+    """Limit logits to this number of columns at once; None: no change."""
     if columns is None:
         yield
         return

@@ -92,7 +92,7 @@ def test_statistics_and_gradient(shape: str, dtype: torch.dtype, temperature: fl
 
 
 def test_logits_of_ids() -> None:
-    """Of several for each token, of which some are in other shares or none (-1)."""
+    """Logits of several ids per token, some of them in other shares or absent (-1)."""
     logits_NV, labels_N, share = example("first share", torch.bfloat16)
     ids_NK = torch.stack(
         (labels_N, labels_N.flip(0), torch.full_like(labels_N, -1), labels_N, labels_N + 1), 1

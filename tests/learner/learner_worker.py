@@ -146,7 +146,7 @@ def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(learner: Learner) -> str:
-    """Of everything that this rank writes into a checkpoint."""
+    """Digest of everything that this rank writes into a checkpoint."""
     found = hashlib.sha256()
     for block in state.LearnerState(learner).blocks():
         values = block.tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
@@ -182,7 +182,7 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def expects(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What it computes itself, and what it expects of the sampler."""
+    """Logprobs of the learner itself, and those it expects of the sampler."""
     batch = make_batch()
     own_BT = learner.logprobs(batch)
     expected_BT = learner.expected_logprobs(batch)
@@ -192,7 +192,7 @@ def expects(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """How far one rounding more moves its logprobs, twice; and that nothing else has come of it."""
+    """Effect of a second rounding on the logprobs, twice; checks that it leaves no trace."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
     learner.take_activation_amax(), learner.take_cache_amax()

@@ -75,7 +75,7 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What a learner without adapters says, which has loaded what another one has merged."""
+    """Logprobs of a learner without adapters that loaded the merged weights of another."""
     batch = make_batch()
     expected_BT = learner.expected_logprobs(batch)
     assert expected_BT is not None
@@ -119,7 +119,7 @@ def _sent(learner: Learner, format: Format) -> dict[str, str]:
 
 
 def _gradients(learner: Learner, reader: Reader) -> dict[str, torch.Tensor]:
-    """Of the first update's, whole, by PEFT's names: Adam's first moments hold them."""
+    """Gradients of the first update by PEFT's names, read from Adam's first moments."""
     shape = learner.shape
     found = {}
     for param in params(shape):

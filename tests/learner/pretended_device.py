@@ -57,7 +57,7 @@ _ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
 
 
 class _Call(threading.local):
-    """What Python has asked for, while torch works at it."""
+    """The Python call that torch is executing."""
 
     there: bool | None = None  # where the result is wanted, if that was said
     given: Any = ()
@@ -153,7 +153,7 @@ class _Run(TorchDispatchMode):
 
 
 def _makes_there(func: Any, there: list[bool]) -> bool:
-    """Whether what it makes lies there. `there`: what it is given."""
+    """Return True if the result is on the device. `there`: places of the arguments."""
     if _call.there is not None:
         return _call.there
     if not there:

@@ -1,4 +1,4 @@
-"""What replicas do with their gradients in an update: the sums, and when they are made."""
+"""Gradients of data-parallel replicas in an update: their sums, and the time of reduction."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_default(on_host: bool, count: int) -> bool:
-    """Whether gradients of so many replicas travel while backward goes on."""
+    """Return True if gradients of this many replicas are reduced during the backward pass."""
     truth = host.ON_HOST
     host.ON_HOST = on_host
     try:
@@ -58,7 +58,7 @@ def _by_default(on_host: bool, count: int) -> bool:
 
 
 def _whole_gradient(learner: Learner, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Of a shard: each replica keeps a part of the sum."""
+    """Full gradient of a sharded parameter: each replica keeps a part of the sum."""
     whole = torch.zeros(parameter.shape)
     for each in learner.optimizer.chained_optimizers:
         if parameter in each.model_param_group_index_map:

@@ -23,8 +23,8 @@ CHOSEN = 2
 
 
 def routed_batch(silent: int | None = None) -> Batch:
-    """Two of four experts at random for all tokens but each row's last. Nothing is told of the row
-    `silent`, but for one expert twice, as an engine's memory is before anything is written there.
+    """Two random experts of four for all tokens but each row's last. The row `silent` has no
+    choices, but one expert twice, like an engine's memory before it is written.
     """
     batch = make_batch()
     random = torch.Generator().manual_seed(5)

@@ -84,7 +84,7 @@ for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None,
 @on_hosts
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_where_cuda_is_wanted_no_learner_runs_on_the_host(gpus: int, tmp_path: Path) -> None:
-    """A rank before it opens anything, and whatever else builds a learner."""
+    """Refused in a rank before it opens anything, and in any other user of a learner."""
     nvidia_smi(tmp_path, gpus, "550.127.08")
     environment = {**os.environ, "RANK": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     lines = said("megatron", ["-c", UNSEEN, tmp_path], env=environment).splitlines()

@@ -90,7 +90,7 @@ def test_updates_of_a_learner_are_the_same(tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def launches() -> Iterator[list[Any]]:
-    """What is launched on tensors without content: kernels, arguments, constants."""
+    """Launches on tensors without content: kernels, arguments, constants."""
     found: list[Any] = []
     recorders = {}
     for name in ("statistics_kernel", "gradient_kernel", "norm_amax_kernel"):
@@ -109,7 +109,7 @@ def _record(found: list[Any], kernel: Any, *args: Any, **constants: Any) -> None
 
 
 def head_pass(vocab: int, dtype: torch.dtype) -> None:
-    """One pack through the output layer and back, some columns at a time."""
+    """Run a pack forward and backward through the output layer, some columns at a time."""
     hidden_NH, weight_VH = (
         torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab)
     )

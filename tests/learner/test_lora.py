@@ -119,7 +119,7 @@ def _loss(logprobs_BT: Tensor) -> Tensor:
 def wanted(
     folders: dict[str, Path],
 ) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
-    """Of each family logprobs, gradients and merged weights: PEFT's, of experts the formula's."""
+    """Logprobs, gradients and merged weights per family: by PEFT, for experts by the formula."""
     return {
         family: _by_formula(folders[family])
         if "moe" in family

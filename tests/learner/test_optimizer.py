@@ -1,5 +1,5 @@
-"""Warmup and decay of the learning rate; an optimizer that makes room for an engine: the same bytes
-to the last bit, on every layout, also in a checkpoint.
+"""Warmup and decay of the learning rate; offloading of the optimizer for an engine: equal bytes on
+every layout, also in a checkpoint.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where ranks of several nodes find each other: one interface, not all of them."""
+"""Rendezvous of ranks on several nodes: listens on one interface, not all of them."""
 
 import os
 from datetime import timedelta

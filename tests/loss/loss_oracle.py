@@ -19,7 +19,7 @@ from megatron_rl.config.schema import LossConfig
 
 @dataclass(frozen=True)
 class Row:
-    """What a token may know of the kept tokens of its row."""
+    """Kept tokens of a token's row."""
 
     shifts: Sequence[float]
     weights: Sequence[float]
@@ -200,7 +200,7 @@ FORMULAS: dict[str, Callable[[Token, LossConfig], Pair]] = {
 
 
 def kl_term(kind: str, x: float) -> Pair:
-    """Of pi against the reference, x = pi - ref."""
+    """KL of pi against the reference, x = pi - ref."""
     return {
         "k1": (x, 1.0),
         "k2": (x * x / 2, x),
@@ -210,7 +210,7 @@ def kl_term(kind: str, x: float) -> Pair:
 
 
 def coefficients(inputs: LossInputs, reduction: str, horizon: int) -> list[float]:
-    """What each row's tokens are multiplied by."""
+    """Factor of each row's tokens."""
     counts = inputs.denominator_mask_BT.sum(1).tolist()
     prompts = inputs.prompt_ids_B.tolist()
     filled = [i for i, n in enumerate(counts) if n]

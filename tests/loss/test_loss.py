@@ -347,7 +347,7 @@ def test_all_masked_is_zero_with_zero_gradients_and_a_counter(
 
 
 def test_a_gradient_that_is_not_a_number_is_not_hidden() -> None:
-    """A kept token whose current logprob is NaN is the learner's to report, not ours to drop."""
+    """A kept token's NaN logprob is reported by the learner, not dropped by the loss."""
     inputs = example()
     logprobs_BT = inputs.logprobs_BT.detach().clone()
     logprobs_BT[tuple(inputs.mask_BT.nonzero()[0])] = math.nan

@@ -29,7 +29,7 @@ MODELS = {"dense": cases.QWEN3, "biased": cases.QWEN2, "experts": cases.QWEN3_MO
 
 
 def places(layout: Layout) -> list[Place]:
-    """One rank of every tensor-parallel and expert-parallel place; replicas hold the same."""
+    """A rank per tensor-parallel and expert-parallel place; replicas hold the same."""
     return [place for place in layout.places() if place.pp == 0]
 
 

@@ -105,7 +105,7 @@ def test_trl_s() -> None:
     assert judged({"mine.py:trl": 1.0}, "3").verdict == Verdict.wrong
     plain = {"prompt": "1+1=", "solution": "2"}
     assert judged({"mine.py:trl_plain": 1.0}, "four", plain).score == pytest.approx(0.4)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'level'"):
+    with pytest.raises(TypeError, match="argument: 'level'"):
         judged({"mine.py:trl": 1.0}, "2", plain)
 
 
@@ -121,13 +121,13 @@ def test_several_add_up_and_the_first_has_the_verdict() -> None:
         {"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "?", {"prompt": "1+1=", "solution": "2"}
     )
     assert (none.verdict, none.score) == (Verdict.wrong, 0.0)
-    with pytest.raises(ValueError, match="no reward applies to this row"):
+    with pytest.raises(ValueError, match="no reward applies"):
         judged({"mine.py:trl_plain": 1.0}, "?", {"prompt": "", "solution": "2"})
 
 
 @in_a_folder
 def test_a_mapping_without_a_score_is_an_error() -> None:
-    with pytest.raises(TypeError, match="mapping without 'score', it has accuracy"):
+    with pytest.raises(TypeError, match="without 'score'"):
         judged({"mine.py:no_score": 1.0}, "2")
 
 

@@ -355,7 +355,7 @@ def test_what_a_reward_writes_into_its_channel(odd: RewardPool) -> None:
     assert all(score.error for score in scores[::4])
     assert scores[1::2] == [number(5.0)] * (2 * len(FORGED))
     assert scores[2::4] == [number(2.0)] * len(FORGED)
-    assert "something else than a score" in str(scores[0].error)
+    assert "else than a score" in str(scores[0].error)
 
 
 def test_own_numbers_are_bounded_and_their_names_are_text(odd: RewardPool) -> None:

@@ -26,7 +26,7 @@ def _named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Played:
-    """What the process of a conversation does, in this one."""
+    """An environment process's conversation, in this process."""
 
     def __init__(self, name: str, row: dict[str, Any], **settings: Any) -> None:
         self._conversation = Conversation(load(f"{ADAPTERS}.{name}"), settings)

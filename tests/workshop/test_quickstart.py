@@ -1,4 +1,4 @@
-"""The quickstart fits the machine: on GPUs the toy's engine leaves room for the ranks beside it."""
+"""The quickstart fits the machine: on GPUs the toy's engine leaves memory for the ranks."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def test_the_template_only_appends_and_shows_the_hermes_form(tokenizer: FolderTo
     assert parser_of(EnvironmentSection(), tokenizer) == parser_of(
         EnvironmentSection(tool_parser="hermes"), tokenizer
     )
-    with pytest.raises(ConfigError, match=r"environment\.tool_parser: hermess: vLLM has .*hermes"):
+    with pytest.raises(ConfigError, match=r"environment\.tool_parser: hermess: .*hermes"):
         parser_of(EnvironmentSection(tool_parser="hermess"), tokenizer)
 
 

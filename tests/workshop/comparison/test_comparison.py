@@ -65,7 +65,7 @@ def test_the_area_is_the_mean_height():
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(-1, 1))
 def test_noise_is_that_of_differences(values, shift):
-    """What all runs of a seed share is no noise; a difference of nothing is never beyond it."""
+    """A shift shared by a seed's runs is no noise; a difference of zero is never beyond it."""
     here = cell("a", "x", areas=tuple(values))
     moved = cell("a", "y", areas=tuple(v + shift for v in values))
     assert not beyond_noise(here, here)
@@ -90,7 +90,7 @@ def test_noise_agrees_with_scipy():
 def test_one_seed_says_nothing_about_noise():
     one = compared(cell("s", "a", areas=(0.9,)), cell("s", "b", areas=(0.1,)))
     (found,) = findings(one)
-    assert "One seed says nothing about noise" in str(found)
+    assert "One seed" in str(found)
     assert recommendation(one).startswith("No recommendation")
 
 
@@ -104,29 +104,23 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
         reference=("exact", "none"),
     )
     (found,) = findings(shown)
-    assert str(found).startswith(
-        "s: good has the largest area under the accuracy curve, 0.710 (0.700 to 0.720)."
-    )
-    assert "Beyond the noise of 3 seeds it is above bad, and is not told apart from near" in str(
-        found
-    )
-    assert "not judged: torn (0 of 3 runs finished)" in str(found)
-    assert summary(shown)[-1] == "s / good is -0.030 from it, beyond noise."
-    assert recommendation(shown).startswith("Take one of good and near")
+    assert "0.710 (0.700 to 0.720)" in str(found)
+    assert "noise of 3 seeds" in str(found)
+    assert "torn (0 of 3 runs " in str(found)
+    assert "s / good is -0.030" in summary(shown)[-1]
+    assert recommendation(shown).startswith("Take one of ")
     alone = (
         cell("t", "good", areas=(0.70, 0.71, 0.72)),
         cell("t", "near", areas=(0.7,), state="failed"),
     )
     more = compared(*shown.cells[:3], *alone)
-    assert recommendation(more).endswith("good has the shortest steps."), "failed runs take no time"
+    assert recommendation(more).endswith("the shortest steps."), "failed runs take no time"
 
 
 def test_nothing_is_recommended_where_nothing_differs():
     level = compared(cell("s", "a", areas=(0.7, 0.5, 0.6)), cell("s", "b", areas=(0.5, 0.7, 0.59)))
-    assert recommendation(level) == (
-        "No choice of correction is best anywhere beyond the noise of the seeds: take the cheapest."
-    )
-    assert "nothing is best there beyond the noise of 3 seeds" in summary(level)[1]
+    assert recommendation(level).endswith("take the cheapest.")
+    assert "nothing is best there" in summary(level)[1]
 
 
 def test_corrections_that_did_the_same_are_named():
@@ -148,10 +142,7 @@ def test_corrections_that_did_the_same_are_told_where_they_would_differ():
     tis, icepop = (cell("s", name, areas=(0.7,)) for name in ("tis", "icepop"))
     reached = replace(tis, results=(replace(tis.results[0], ratios=(0.7, 1.3)),))
     told = str(findings(compared(reached, icepop))[0])
-    assert (
-        "lay in [0.7, 1.3], and a bound acts inside of that, such as correction.weight.high=1.15; "
-        "the smallest" in told
-    )
+    assert "[0.7, 1.3]" in told and "correction.weight.high=1.15" in told
     assert "tools/compare_corrections.py by itself (recipes/first_comparison.yaml)" in told
     assert "ratios" not in str(findings(compared(tis, icepop))[0])
 
@@ -176,9 +167,7 @@ def test_what_holds_in_one_place_alone_is_not_recommended_for_all():
             ("t", "b", (0.7, 0.7, 0.72)),
         )
     ]
-    assert recommendation(compared(*cells)) == (
-        "No choice of correction holds everywhere. Beyond the noise of the seeds: s: a; t: b."
-    )
+    assert recommendation(compared(*cells)).endswith(": s: a; t: b.")
     assert recommendation(compared(*cells[:2])).startswith("Take a: ")
 
 

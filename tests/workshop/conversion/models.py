@@ -23,13 +23,13 @@ def done(*words: object) -> None:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What is said."""
+    """Return the error output of a failing conversion."""
     assert convert.main([str(word) for word in words]) == 1
     return capsys.readouterr().err
 
 
 def verdicts(tmp_path: Path, *words: object) -> dict[str, int]:
-    """How many tensors `verify` finds to be what, where it finds nothing wrong."""
+    """Number of tensors per verdict of `verify`, which finds no difference."""
     done("verify", *words, "--report", tmp_path / "parity.json")
     return json.loads((tmp_path / "parity.json").read_text())["tensors"]
 

@@ -75,7 +75,7 @@ def folder_of(
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
-    """Whose library llm-compressor writes its folders with."""
+    """compressed-tensors is the library that llm-compressor writes its folders with."""
     compressor, args, shape = CASES[name]
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     given = scaled(args, shape)

@@ -30,7 +30,7 @@ MOST = 80e6
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Of a model of 136 MB, whose largest tensor has 8.4 MB, and 17 MB as megatron joins it."""
+    """Peak memory for a model of 136 MB, whose largest tensor has 8.4 MB, and 17 MB when joined."""
     folder = tmp_path_factory.mktemp("sizes")
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000, "head_dim": 64}
     configs = {
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def peak(first: list[str], words: list[str]) -> int:
-    """Of `words`; `first` goes before, since what it imports is not what a conversion holds."""
+    """Peak memory of `words`, after `first` has done the imports."""
     answer = sys.stdout
     sys.stdout = sys.stderr
     failed = convert.main(first)

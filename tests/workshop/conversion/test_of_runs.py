@@ -44,7 +44,7 @@ def leave_run(run: Path, model: Path, **quantization: Any) -> None:
 
 
 def leave_step(run: Path, imported: Path, step: int, state: dict[str, torch.Tensor]) -> None:
-    """A checkpoint of a run whose policy is what was imported."""
+    """Write a run's checkpoint whose policy is the imported one."""
     partial = checkpoints.partial_of(run / "checkpoints", step)
     (partial / "ranks").mkdir(parents=True)
     shutil.copytree(
@@ -120,7 +120,7 @@ def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
         )
     done("inspect", f"{folder}@3")
     said = capsys.readouterr().out
-    assert "checkpoint of step 3 of the run run, saved under tp=2 dp=2" in said
+    assert "checkpoint of step 3" in said and "tp=2 dp=2" in said
     assert f"export {folder}@3 HF_FOLDER" in said
     assert f"{folder}@4" in fails(capsys, "export", f"{folder}@4", tmp_path / "x")
 
@@ -135,14 +135,12 @@ def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert f"{data} was changed after it was written" in fails(
-        capsys, "export", f"{folder}@3", tmp_path / "x"
-    )
+    assert f"{data} was changed" in fails(capsys, "export", f"{folder}@3", tmp_path / "x")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands name."""
+    """Folders that the commands name."""
     folder = tmp_path_factory.mktemp("journeys")
     config = config_of("qwen3", tie_word_embeddings=True)
     run = folder / "runs" / "dapo"

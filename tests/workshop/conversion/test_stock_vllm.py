@@ -99,7 +99,7 @@ def answers(folders: Path, rows: list[tuple[int, ...]]) -> dict[str, Scores | st
 
 
 def plain_vllm(folders: list[Path], rows: Rows) -> list[Scores | str]:
-    """What vLLM says against a folder is text."""
+    """Logprobs of stock vLLM for each folder, or the text of its error."""
     arguments = {"max_model_len": 2 * max(map(len, rows)), "max_num_seqs": 8, "enforce_eager": True}
     arguments |= {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 512 << 20}
     request = {"folders": list(map(str, folders)), "rows": rows, "arguments": arguments}

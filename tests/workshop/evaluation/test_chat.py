@@ -1,4 +1,4 @@
-"""A conversation with a scripted sampler: what it is asked, what is forgotten, what is refused."""
+"""A conversation with a scripted sampler: its requests, forgotten turns, refusals."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% e
 
 
 class Counter(Script):
-    """Says how many tokens it was given; remembers what it was asked."""
+    """Responds with the number of its prompt tokens; records its requests."""
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self.asked: list[str] = []
@@ -68,9 +68,7 @@ def test_the_run_s_system_prompt_and_options_come_first(tmp_path: Path) -> None:
 
 def test_a_text_that_has_no_room_is_refused_and_forgotten(tmp_path: Path) -> None:
     talk, sampler = chat(tmp_path, talks=True)
-    with pytest.raises(
-        Unanswered, match=r"14 tokens, the engine takes 12: raise rollout\.max_prompt_tokens"
-    ):
+    with pytest.raises(Unanswered, match=r"14 tokens, .* rollout\.max_prompt_tokens"):
         talk.answer("1234567890123")
     assert talk.answer("1") == "2"
     assert sampler.asked == ["1="]

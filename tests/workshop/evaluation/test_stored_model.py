@@ -1,4 +1,4 @@
-"""What MODEL may be, the settings it is asked with, and the weights that come of it."""
+"""Forms of MODEL, the sampling settings of each, and the weights found."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> Path:
-    """Of a warm start, with what no other process can repeat."""
+    """A warm start's run, with settings that no other process can repeat."""
     config = load(
         ROOT / "recipes" / "toy_sft.yaml", [f"model.path={model}", "quantization.smoothing=0.5"]
     )
@@ -63,9 +63,7 @@ def test_the_weights_are_the_folder_s_in_bf16(model: Path) -> None:
 
 def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
     config = load(run / "config.yaml")
-    with pytest.raises(
-        ConfigError, match=r"runs/mine: no model/ and no whole checkpoint yet; .*log\.export=true"
-    ):
+    with pytest.raises(ConfigError, match=r"runs/mine: .*log\.export=true"):
         find(run, config, None)
     copy_companions(model, run / "model")
     os.link(model / "model.safetensors", run / "model" / "model.safetensors")
@@ -83,16 +81,14 @@ def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
 
 def test_what_is_no_model(tmp_path: Path) -> None:
     """Nor is one what is not there, as every command says."""
-    with pytest.raises(ConfigError, match=r"neither a run \(config\.yaml\), nor a checkpoint"):
+    with pytest.raises(ConfigError, match=r"neither a run"):
         find(tmp_path, None, None)
 
 
 def test_a_bare_checkpoint_needs_a_tokenizer_from_somewhere(tmp_path: Path, model: Path) -> None:
     for name in ("metadata.json", ".metadata"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"weights alone, and nobody says where they are: .* --hf FOLDER"
-    ):
+    with pytest.raises(ConfigError, match=r"--hf FOLDER"):
         find(tmp_path, None, None)
     assert find(tmp_path, None, model).folder == model
 
@@ -142,7 +138,7 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
     for twice in (["some/x.jsonl", "x.jsonl"], ["a b=x.jsonl"]):
         with pytest.raises(ConfigError, match="write NAME=FILE"):
             with_sets(config, twice)
-    with pytest.raises(ConfigError, match="--set: nothing to evaluate on"):
+    with pytest.raises(ConfigError, match="--set: "):
         with_sets(from_mapping({}), [])
 
 

@@ -152,9 +152,7 @@ def test_a_context_that_is_full_begins_another_conversation(tmp_path: Path) -> N
         tmp_path, lambda *_: "41", rollout={"max_context_tokens": 60, "max_response_tokens": 8}
     ) as talked:
         assert [talked.chat.answer("Hm?") for _ in range(3)] == ["41", "41", "41"]
-        with pytest.raises(
-            Unanswered, match=r"rollout\.max_context_tokens: 60 are reached; raise it"
-        ):
+        with pytest.raises(Unanswered, match=r"rollout\.max_context_tokens: 60 "):
             talked.chat.answer("Hm?")
         assert talked.chat.answer("Well?") == "41"
         assert "Hm?" not in talked.last()
@@ -165,7 +163,7 @@ def test_a_context_that_is_full_begins_another_conversation(tmp_path: Path) -> N
 def test_what_reset_reads_is_given_and_what_it_raises_is_said(tmp_path: Path) -> None:
     with (
         talk(tmp_path, adds, {"how": "reset raises"}) as talked,
-        pytest.raises(Unanswered, match=r"environment\.name: no such task; --row gives"),
+        pytest.raises(Unanswered, match=r"environment\.name: no such task"),
     ):
         talked.chat.answer(HELLO)
     with talk(tmp_path, adds, {"prompt": "12 and 30?"}) as talked:
@@ -193,7 +191,7 @@ def test_what_cannot_be_a_chat_is_known_before_an_engine_starts(tmp_path: Path) 
 
 
 def heed() -> None:
-    """Ctrl-C, which whoever is started in the background of a shell ignores."""
+    """Restore Ctrl-C, which a shell's background processes ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -74,7 +74,7 @@ class Case:
         }
 
     def faults(self, learner: Learner) -> dict[str, list[str]]:
-        """Points whose own difference grows by a fault of the engine's weights."""
+        """Points where a fault in the engine's weights raises the local difference."""
         healthy = self.compare(learner)["own"]
         found = {}
         for fault in FAULTS:

@@ -41,7 +41,7 @@ def one(
 
 
 def test_links_by_hand() -> None:
-    """One layer of one size, counted on paper."""
+    """A model of one layer, counted by hand."""
     config = hf_config(
         "llama",
         num_hidden_layers=1,

@@ -94,7 +94,7 @@ def test_the_host_s_memory_is_told_beside_what_the_machine_has() -> None:
     made = plan(config, read_card(str(config.model.folder)), machine)
     line = next(line for line in describe(config, made).splitlines() if line.startswith("host "))
     assert "(checkpoint, pinned 128.0, " in line
-    assert line.endswith("how much that one has is not known")
+    assert line.endswith(" is not known")
     assert "this one has 503" in describe(
         config, replace(made, machine=replace(machine, host_gib=503.4))
     )
@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["plan", DAPO, "--on", "1x8xL4", *APART]) == 2
     said = capsys.readouterr()
     assert "a GPU of: learner (4)" in said.out  # the table is still there
-    assert "memory: a GPU of learner needs" in said.err
+    assert "memory: a GPU of " in said.err
     assert "--suggest" in said.err
 
 
@@ -234,11 +234,7 @@ def test_the_limit_is_that_of_the_machine_that_is_named(capsys: pytest.CaptureFi
 def test_a_node_s_own_memory_is_a_limit_where_it_is_named(command: Command) -> None:
     assert "this one has 1024" in command("plan", DAPO, "--on", "1x8xH100-80-1024")
     said = command("plan", DAPO, "--on", "1x8xH100-80-256", status=2)
-    assert (
-        "host memory: the first node needs" in said
-        and "has 256" in said
-        and "learner.offload" in said
-    )
+    assert "host memory: " in said and "has 256" in said and "learner.offload" in said
 
 
 TOOLS = str(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-tools.yaml")
@@ -299,10 +295,10 @@ def test_the_plan_says_what_tools_take(command: Command) -> None:
 
 def test_the_cache_of_open_sessions_is_told(command: Command) -> None:
     said = command("plan", TOOLS, *NODE, "--assume", "tool_s=20")
-    assert "enable_prefix_caching, which would take 1m" in said
+    assert "enable_prefix_caching" in said
     # 2,048 sessions, twice 20 s
-    assert "tools work 22h45m in a step, all sessions together" in said
-    assert "open sessions are at a tool and keep " in said
+    assert "tools work 22h45m" in said
+    assert "open sessions " in said
     assert "prefixes are lost" not in said
     said = command("plan", TOOLS, *NODE, "environment.sessions=2048")
     (fitting,) = re.findall(
@@ -314,9 +310,9 @@ def test_the_cache_of_open_sessions_is_told(command: Command) -> None:
 
 def test_what_an_edit_changes_is_in_the_plan(command: Command) -> None:
     said = command("plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy")
-    assert "learner   fp8 (e4m3, blockwise), the rest in bf16\n" in said
-    assert "loss      ppo with clip 0.0003 below and 0.28 above, no KL, " in said
-    assert "the one with the highest eval/accuracy\n" in said
-    assert "changed   loss.clip_low 0.0003, was 0.2 (the command line)\n" in said
-    assert "note      loss.clip_low=0.0003 with loss.name=ppo: nearly all is clipped" in said
+    assert "learner   fp8 (e4m3, blockwise)" in said
+    assert "loss      ppo with clip 0.0003 " in said
+    assert " the highest eval/accuracy\n" in said
+    assert "changed   loss.clip_low 0.0003, was 0.2 " in said
+    assert "note      loss.clip_low=0.0003 with loss.name=ppo" in said
     assert "conf/dapo.yaml" in said

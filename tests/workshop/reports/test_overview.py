@@ -1,4 +1,4 @@
-"""`megatron-rl status` and `watch`: runs that go on, that have ended, that are torn."""
+"""`megatron-rl status` and `watch`: runs that are active, ended, or incomplete."""
 
 import io
 import json

@@ -34,7 +34,7 @@ HOSTILE = (
 
 
 def hostile_run(folder: Path) -> tuple[Path, str]:
-    """A run all of whose words are hostile, and what its screen was told."""
+    """A run with hostile text everywhere, and its terminal output."""
     config = make_config()
     said = StringIO()
     with Recorder(
