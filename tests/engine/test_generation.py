@@ -59,11 +59,6 @@ def test_what_each_token_was_drawn_among(dtype: Any) -> None:
     check(ids_K.tolist(), counts_T.tolist(), logprobs_T.tolist())
 
 
-def test_no_answer() -> None:
-    ids_K, counts_T, logprobs_T = drawn_among([], np.array([], np.int32), 3)
-    assert len(ids_K) == len(counts_T) == len(logprobs_T) == 0
-
-
 def test_a_sample_of_candidates_holds_nothing_of_its_batch() -> None:
     """Each step's arrays are of the whole batch, and as wide as its widest request."""
     sample = Sample(5, 3, {})

@@ -89,20 +89,6 @@ def test_fifty_updates_equal_a_fresh_engine(format, engine, tmp_path):
     assert memory[49] - memory[19] < 6, "thirty updates of half a megabyte or more would show"
 
 
-def test_the_engine_answers_while_the_next_weights_are_built(engine):
-    live = engine(Format.int8)
-    live.update(21)
-    before = live.answers()
-    live.write(22)
-    version = live.stage()
-    meanwhile = live.rollouts()
-    assert (essence(meanwhile), meanwhile[0].policy_version) == (before, int(version) - 1)
-    live.sampler.finish_weight_update(version)
-    assert live.answers() != before
-    live.update(21)
-    assert live.answers() == before
-
-
 def flip_a_byte(manifest: Path) -> None:
     entry = next(e for e in json.loads(manifest.read_text())["tensors"] if e["name"] == VICTIM)
     path = manifest.parent / entry["file"]

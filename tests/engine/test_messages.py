@@ -70,11 +70,10 @@ def test_what_a_sampler_asks_passes(method, arguments):
 @pytest.mark.parametrize(
     ("ids", "why"),
     [
-        ([101], "101 is beyond the vocabulary of 101"),
+        ([101], "101 is beyond"),
         ([-1], "tokens"),
-        ([1.5], "float"),
         ([], "length >= 1"),
-        ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
+        ([1] * 45, "max_tokens=4 exceed 48"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -86,15 +85,11 @@ def test_token_ids_are_checked(ids, why):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"max_tokens": 48},
         {"max_tokens": 0},
         {"seed": 2**63},
         {"stop_token_ids": [101]},
         {"top_p": 2},
-        {"top_k": -2},
-        {"candidates": 10000},
         {"temperature": float("nan")},
-        {"temperature": float("inf")},
         {"policy_version": -2},
         {"logit_bias": {"1000": 1}},
     ],
@@ -107,37 +102,20 @@ def test_sampling_parameters_are_checked(sampling):
 DEEP = b"\x91" * 100_000  # lists in lists
 
 
-@pytest.mark.fault("odd arguments: other types, other names", "refused at the door")
-@pytest.mark.parametrize("method", REQUESTS)
-@pytest.mark.parametrize("arguments", [None, {"x": 1}], ids=str)
-def test_odd_arguments_are_refused(method, arguments):
-    refusal(method, arguments)
-
-
 @pytest.mark.fault(
-    "a worker method that no sampler calls, or other arguments",
+    "a worker method that no sampler calls, or odd arguments",
     "refused; the engine never hears of it",
 )
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        *(
-            (name, {})
-            for name in (
-                "__class__",
-                "shutdown",
-                "save_sharded_state",
-                "x" * 999,
-            )
-        ),
-        *(
-            ("update_weights", {"update_info": info})
-            for info in (
-                {},
-                UPDATE | {"writers": 0},
-                UPDATE | {"pickled": b"x"},
-            )
-        ),
+        ("__class__", {}),
+        ("shutdown", {}),
+        ("x" * 999, {}),
+        ("status", None),
+        ("generate", {"x": 1}),
+        ("update_weights", {"update_info": UPDATE | {"writers": 0}}),
+        ("update_weights", {"update_info": UPDATE | {"pickled": b"x"}}),
         ("init_weight_transfer_engine", {"init_info": {"x": 1}}),
         ("sleep", {"level": 9}),
         ("wake", {"tags": ["all"]}),
@@ -169,22 +147,10 @@ MEETING = {
     ("transport", "info", "why"),
     [
         ("file", NAMED, "names"),
-        ("file", {"abandon": "x"}, "abandon"),
         ("nccl", UPDATE, "directory"),
-        ("nccl", NAMED | {"ipc_handles": {}}, "ipc_handles"),
         ("nccl", NAMED | {"dtype_names": ["load"]}, "dtype_names"),
         ("nccl", NAMED | {"shapes": [[2**31]]}, "shapes"),
-        (
-            "ipc",
-            NAMED | {"ipc_handles_pickled": "gASV", "tensor_sizes": [2]},
-            "ipc_handles_pickled",
-        ),
-        (
-            "ipc",
-            NAMED | {"ipc_handles": {"GPU-1": [{"class": "x"}]}, "tensor_sizes": [2]},
-            "ipc_handles",
-        ),
-        *((other, MEETING, "master_address") for other in ("file", "ipc")),
+        ("file", MEETING, "master_address"),
         ("nccl", {"packed": True}, "master"),
         ("nccl", MEETING | {"nccl_unique_id_b64": 1}, "nccl_unique_id_b64"),
     ],
@@ -206,8 +172,6 @@ def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
         b"",
         DEEP,
         encode([{"id": 1, "method": "status"}]),
-        encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]),
-        encode([]) + b" ",
         b"\x91\x81\xa2id\xa1\xff",
     ],
     ids=lambda content: repr(content[:24]),

@@ -69,11 +69,6 @@ def test_another_version_than_the_announced_one_is_not_served():
     assert Readiness().refusal() is None, "dummy weights: nobody has named a version yet"
 
 
-def test_unknown_parts_are_named():
-    with pytest.raises(RuntimeError, match="'weight'"):
-        served().wake(["weight"])
-
-
 def test_an_engine_that_never_slept_is_awake_whatever_it_is_told_of():
     ready = served()
     ready.begin_update()  # it starts again while the others wake

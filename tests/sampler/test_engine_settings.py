@@ -16,7 +16,6 @@ from megatron_rl.config.schema import (
     Precision,
     QuantizationSection,
 )
-from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.engine_settings import (
     WORKER_EXTENSION,
     EngineSettings,
@@ -98,22 +97,6 @@ def test_the_recipe_says_whether_open_answers_keep_their_cache(cache):
         replace(config, rollout=replace(config.rollout, in_flight_cache=cache))
     )
     assert Replicas(settings, 17, print)._state.keep_cache == (cache is Cache.keep)
-
-
-def test_the_layout_of_each_format():
-    assert quantization_config(Format.none, []) is None
-    int8 = quantization_config(Format.int8, ["model.layers.0.mlp.down_proj"])
-    assert int8["format"] == "int-quantized"
-    assert {"lm_head", "model.layers.0.mlp.down_proj"} <= set(int8["ignore"])
-    group = int8["config_groups"]["group_0"]
-    assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
-    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == (
-        "token",
-        True,
-    )
-    block = quantization_config(Format.fp8_block, [])["config_groups"]["group_0"]
-    assert block["weights"]["block_structure"] == [128, 128]
-    assert block["input_activations"]["group_size"] == 128
 
 
 def test_the_folder_holds_the_quantized_config_and_the_tokenizer_of_tool_calls(tmp_path):

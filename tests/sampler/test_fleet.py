@@ -28,9 +28,9 @@ from live_fleet import (
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import Cache, Format
-from megatron_rl.sampler.client.interface import RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import RequestRefused
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -94,17 +94,10 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
 
 
-GENERATE = {"seed": 0, "max_tokens": 4}
 HOSTILE = [
-    ("generate", {"tokens": [10**6], **GENERATE}),
-    ("generate", {"tokens": [2**63], **GENERATE}),
-    ("generate", {"tokens": [-1], **GENERATE}),
-    ("generate", {"tokens": [1], "seed": 0, "max_tokens": 10**6}),
+    ("generate", {"tokens": [10**6], "seed": 0, "max_tokens": 4}),
     ("shutdown", {}),
-    ("__class__", {}),
-    ("save_sharded_state", {"path": "/tmp/nowhere"}),
     ("update_weights", {"update_info": {"names": ["x"]}}),
-    ("init_weight_transfer_engine", {"init_info": {"master_address": "x"}}),
 ]
 
 
@@ -117,17 +110,6 @@ def test_hostile_requests_end_no_server(far):
     assert len(far.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
 
 
-@pytest.mark.fault(
-    "a prompt of a token beyond the vocabulary", "one refusal that names it; no server is lost"
-)
-def test_a_poisoned_prompt_costs_one_refusal(far):
-    poisoned = Prompt(77, (3, 5000), "", {})
-    with pytest.raises(SamplerError, match=r"prompt 77 .*5000"):
-        far.generate([*PROMPTS, poisoned], SAMPLING, seed=1, first_group=0, step=0)
-    assert all(one["ready"] for one in far.health()["engines"])
-    assert len(far.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
-
-
 def test_the_key_is_in_no_command_line_and_no_log(far):
     log = far._log_dir / LOG
     assert KEY not in log.read_text(errors="replace")
@@ -135,7 +117,7 @@ def test_the_key_is_in_no_command_line_and_no_log(far):
     assert not any(KEY in " ".join(one.cmdline()) for one in children)
 
 
-def test_groups_come_as_they_finish_and_equal_the_list(live):
+def test_groups_come_as_they_finish(live):
     held, other = live.replicas
     answering = live.sampler.answering(SAMPLING, seed=1)
     assert answering.finished() == []
@@ -152,23 +134,6 @@ def test_groups_come_as_they_finish_and_equal_the_list(live):
     assert [[(r.group, r.sample) for r in group] for group in groups] == [
         [(g, 0), (g, 1)] for g in range(40)
     ]
-    listed = {
-        (r.format, r.group, r.sample): r
-        for one in live.replicas
-        for r in live.answers_of(one, MANY[:40])
-    }
-    same = 0
-    for one in (r for group in groups for r in group):
-        listed_one = listed[one.format, one.group, one.sample]
-        # what shares a batch with an answer decides its last bits, and so, now and then, where it
-        # takes another way
-        drawn = zip(one.token_ids, listed_one.token_ids, strict=True)
-        common = next(
-            (place for place, (mine, its) in enumerate(drawn) if mine != its), len(one.token_ids)
-        )
-        assert one.logprobs[:common] == pytest.approx(listed_one.logprobs[:common], abs=0.02)
-        same += common == len(one.token_ids)
-    assert same > 40, "of 80: other draws would have next to none in common"
 
 
 def test_closing_ends_what_the_servers_work_on(live):
@@ -212,11 +177,6 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
         found["new"] += np.abs(of_new - r.logprobs)[versions > old].tolist()
         found["swapped"] += np.abs(of_old - r.logprobs)[versions > old].tolist()
     means = {name: float(np.mean(values)) for name, values in found.items()}
-    print(
-        f"{cache.value}: {len(spanning)} answers span the update, stood "
-        f"{live.sampler.last_sync['pause_s']:.4f} s"
-    )
-    print(means)
     assert means["old"] < CLOSE
     assert means["swapped"] > 10 * CLOSE
     assert (means["new"] < CLOSE) == (cache == Cache.rebuild), means
@@ -243,6 +203,10 @@ def test_an_update_that_one_engine_refuses_reaches_none_and_harms_no_answer(live
     assert live.sampler.policy_version == version + 1
 
 
+@pytest.mark.fault(
+    "one of several engines is killed in mid-answer, with an update in flight",
+    "it comes back; every prompt is answered",
+)
 def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live):
     live.update(8)
     old = live.sampler.policy_version

