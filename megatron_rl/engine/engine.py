@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.generation import Experts, OpenSamples, sampled
+from megatron_rl.engine.generation import Experts, OpenSamples
 from megatron_rl.engine.readiness import KEEPS_EXPERTS, TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -88,19 +88,19 @@ class Engine:
 
     @property
     def broken(self) -> bool:
-        """Whether one of its workers has ended."""
+        """Return True once one of its workers has ended."""
         core: Any = self.llm.llm_engine.engine_core
         return bool(getattr(core.engine_core.model_executor, "is_failed", False))
 
     @property
     def writes(self) -> bool:
-        """Whether a step would generate tokens: samples are open, and the weights are of one
-        version.
+        """Return True if a step would generate tokens: samples are open, and the weights are of one
+        policy version.
         """
         return bool(self.samples) and not self._stands and self.ready.refusal() is None
 
     def must_wait(self, method: str) -> bool:
-        """Whether a request has to wait while samples are drawn."""
+        """Return True if a request has to wait while samples are drawn."""
         if method == "values":  # modules that are watched see whatever runs
             self._draining = self.writes
             return self._draining
@@ -124,9 +124,7 @@ class Engine:
             self.samples.add(number, **wanted)
 
     def step(self) -> Replies:
-        """Generate a token of each sample; what has finished, and what has gone wrong, by
-        number.
-        """
+        """Generate a token of each sample; return finished samples and errors by number."""
         if self._held and not self._draining:
             replies = self._begin_held()
         else:
@@ -162,9 +160,7 @@ class Engine:
         self._stands = False
 
     def forget_version(self) -> None:
-        """Count what is loaded as no version: an engine that another run has used takes any version
-        again.
-        """
+        """Count the loaded weights as no version: after another run an engine takes any version."""
         self._on_workers("abort_weight_update")
         self._on_workers("forget_version")
         self._stands = False
@@ -178,9 +174,7 @@ class Engine:
         self.samples.salt = str(version)
 
     def values(self, kind: str, sequences: list[list[int]], policy_version: int) -> list[Any]:
-        """What the engine's modules put out for each sequence: "activations" or
-        "routed_experts".
-        """
+        """Outputs of the modules for each sequence: "activations" or "routed_experts"."""
         refusal = self.ready.refusal(policy_version)
         if refusal:
             raise RuntimeError(refusal)
@@ -195,8 +189,8 @@ class Engine:
         return any(self.llm.collective_rpc("weight_update_building"))
 
     def _routes(self, sequences: list[list[int]]) -> list[bytes]:
-        """[tokens, layers, experts of a token] of each sequence as int32; empty where the engine
-        cannot tell.
+        """[tokens, layers, experts of a token] of each sequence as int32; empty in a compiled
+        engine, which hides its routers.
         """
         if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
             return [b""] * len(sequences)
@@ -209,25 +203,18 @@ class Engine:
         return told[0]
 
     def _activations(self, tokens: list[int]) -> dict[str, Any]:
-        """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its
-        tokens.
+        """Outputs of the modules for a sequence (engine/hooks.py), and the logprobs of its tokens
+        (preflight/engine.py: engines that can be watched).
         """
-        config = self.llm.llm_engine.vllm_config
-        if why := unwatchable(
-            config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
-        ):
-            raise RuntimeError(why)
         values, told = self._watched("activations", tokens, prompt_logprobs=0)
-        return {
-            "values": values,
-            "logprobs": [sampled(told[i], tokens[i]) for i in range(1, len(tokens))],
-        }
+        logprobs = [row[token].logprob for row, token in zip(told[1:], tokens[1:], strict=True)]
+        return {"values": values, "logprobs": logprobs}
 
     def _watched(
         self, what: str, tokens: list[int], *arguments: int, **params: Any
     ) -> tuple[bytes, list[Any]]:
-        """What the first worker has seen of a sequence, and the logprobs of its tokens where those
-        were asked for.
+        """Record a sequence on the first worker; also the logprobs of its tokens if `params` asks
+        for them.
         """
         from vllm import SamplingParams
 
@@ -274,11 +261,11 @@ class Engine:
         self._stands = False
 
     def finish_weight_update(self, keep_cache: bool = False, stand: bool = False) -> dict[str, Any]:
-        """Open samples go on with the new weights; `keep_cache`: from the keys and values that they
-        have.
+        """Load the weights; open samples go on with them, with `keep_cache` from their old keys and
+        values.
 
-        `stand`: they go on when `resume` is called, since no token may be of weights that are taken
-        back.
+        `stand`: they go on when `resume` is called, as no token may be of weights that another
+        engine could not load.
         """
         self.await_weight_update()
         self.ready.beside = False
@@ -314,9 +301,7 @@ class Engine:
 
     @contextmanager
     def _abandoned_on_failure(self, abort: bool = False) -> Iterator[None]:
-        """A step of an update. `abort`: the workers still hold what has arrived, and have to drop
-        it.
-        """
+        """Step of an update. `abort`: workers have to drop the tensors that have arrived."""
         try:
             yield
         except Exception:
@@ -326,7 +311,7 @@ class Engine:
             raise
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
-        """What each worker holds, and whether together that is no version at all."""
+        """State of each worker, and True if together they hold no version."""
         states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
         versions = {state["policy_version"] for state in states}
         return states, len(versions) > 1 or any(state["torn"] for state in states)
@@ -351,8 +336,8 @@ class Engine:
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Wake parts of the engine. Wholly awake, it has to hold what it held, or what a sync has
-        brought since.
+        """Wake parts of the engine. Fully awake, it has to hold the weights of before, or of a sync
+        since.
         """
         tags = list(tags or TAGS)
         asleep = [tag for tag in tags if tag in self.ready.asleep]
@@ -371,14 +356,3 @@ class Engine:
                 "the engine woke with other versions or scales than policy version "
                 f"{self.ready.policy_version} had: {(lost or states)[0]}. Sync again"
             )
-
-
-def unwatchable(eager: bool, ranks: int) -> str:
-    """Why the modules of an engine cannot be watched; empty where they can."""
-    if not eager:
-        return (
-            "a compiled engine shows nothing of its modules: set sampler.vllm={enforce_eager: true}"
-        )
-    if ranks > 1:
-        return f"the modules of an engine are watched on one rank, this has {ranks}: set sampler.tensor_parallel=1"
-    return ""

@@ -27,7 +27,7 @@ Experts = tuple[tuple[int, int], bytes]
 
 
 class Sample:
-    """One sample in the making: what was asked for, and what vLLM's core has written of it."""
+    """Open sample: its request, and the tokens that vLLM's core has written."""
 
     def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
         self.number = number
@@ -42,9 +42,7 @@ class Sample:
         self._experts: list[np.ndarray] = []  # [S, L, K], as a device engine tells them
 
     def take(self, output: Any, version: int) -> None:
-        """A step's tokens: an output of vLLM's core, as it is before vLLM makes objects for users
-        of it.
-        """
+        """Add the tokens of a step from an output of vLLM's core."""
         new = output.new_token_ids
         told = output.new_logprobs
         if output.routed_experts is not None:
@@ -90,8 +88,8 @@ class Sample:
         return found_SLK.shape[1:], found_SLK.tobytes()
 
     def completed(self, finish: str, now: int) -> dict[str, Any]:
-        """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of
-        unknown candidates.
+        """The sample as a message: arrays as bytes; a logprob is NaN if missing, or of unknown
+        candidates.
 
         `spans`: policy version and number of tokens, in order. `now`: the version of an answer
         without a token.
@@ -112,8 +110,7 @@ class Sample:
 
 
 class OpenSamples:
-    """What vLLM works on: each sample a request of its own, under the number that its caller has
-    given it.
+    """Samples that vLLM works on, each a request of its own under its caller's number.
 
     vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a
     small model's step.
@@ -211,9 +208,7 @@ class OpenSamples:
             self._finished.append((sample.number, completed))
 
     def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[dict[str, Any]]:
-        """The experts of the tokens of samples that have just finished, before another takes their
-        places.
-        """
+        """Experts of samples that have just finished, before others overwrite their slots."""
         told = [sample.told_experts() for _, sample in done]
         if self._kept is not None and done:
             told = self._kept([(one.request_id, sample.processed) for one, sample in done])
@@ -230,8 +225,8 @@ class OpenSamples:
         )
 
     def settle(self) -> None:
-        """End the steps that a scheduler which works ahead has begun: what they draw is of the
-        present weights.
+        """End the steps that a scheduler which works ahead has begun: their tokens are of the
+        present policy version.
         """
         core = self._core.engine_core
         if not self._open or not core.batch_queue:
@@ -242,9 +237,7 @@ class OpenSamples:
         self._engine.wake_up(tags=["scheduling"])
 
     def renew(self) -> None:
-        """Queue samples that are not begun anew: the prefixes that they will share are of the new
-        weights.
-        """
+        """Queue samples that are not begun anew, to share prefixes of the new weights."""
         queued = self._core.engine_core.scheduler.waiting
         waiting = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
         self.cancel([sample.number for sample in waiting])
@@ -271,18 +264,10 @@ class OpenSamples:
         return failed
 
 
-def sampled(position: dict[int, Any] | None, token: int) -> float:
-    entry = position.get(token) if position else None
-    if entry is None:
-        return float("nan")
-    return entry.logprob
-
-
 def drawn_among(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each token was drawn among, token after token; how many that are of each; and its
-    logprob.
+    """Candidates of each token, token after token; their number for each token; its logprob.
 
     Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position
     that is not known has itself alone, and no logprob.

@@ -1,13 +1,13 @@
 """Messages between a sampler and an engine's process, and the server's check of each request
 against its form.
 
-One transmission is a list of them, which the engine begins in one step: what is asked together
-shares its batches. A request is {id, method, arguments}. Its reply is {id, value} or {id, error:
-{type, message}}.
+One transmission is a list of messages, which the engine begins in one step: its requests share
+batches. A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type,
+message}}.
 
-What an engine may be asked is told by REQUESTS. One token id beyond the vocabulary would end vLLM's
-engine, and one odd worker method leave it deaf: a server holds every message against its form
-before the engine sees it.
+REQUESTS lists the requests that a server takes. A token id beyond the vocabulary would end vLLM's
+engine, and an odd worker method leave it deaf: a server holds every message against its form before
+the engine sees it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class Tools(Body):
 
 
 class Generate(Body):
-    """One sample of one prompt."""
+    """Sample of one prompt."""
 
     tokens: Tokens
     seed: Natural
@@ -85,12 +85,6 @@ class Nothing(Body):
     pass
 
 
-class Values(Body):
-    kind: Literal["activations", "routed_experts"]
-    sequences: list[Tokens]
-    policy_version: Version
-
-
 class Sleep(Body):
     level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
 
@@ -102,7 +96,6 @@ class Wake(Body):
 REQUESTS: dict[str, type[Body]] = {
     "generate": Generate,
     "cancel": Cancel,
-    "values": Values,
     "status": Nothing,
     "sleep": Sleep,
     "wake": Wake,
@@ -131,14 +124,10 @@ def _form(**fields: Any) -> Any:
 
 
 _TENSOR = _form(name=Name, dtype=Dtype, shape=Shape)
-_NAMED = {"names": list[Name], "dtype_names": list[Dtype], "shapes": list[Shape]}
-# of wire.py
-_HANDLE = Annotated[list[bool | int | bytes | list[int | Name] | None], msgspec.Meta(max_length=32)]
-# what an engine of each transport is told before the first update, and in each; with vLLM's
-# transports also what stands around tensors, by its key. Nothing of it is unpickled
+# arguments of a server before the first update and in each update, by transport (`ipc` reaches no
+# server); with `nccl` also the messages around tensors, by their key. Nothing of it is unpickled
 INITS: dict[str, Any] = {
     "file": Nothing,
-    "ipc": _form(packed=bool),
     "nccl": _form(
         master_address=Name,
         master_port=Few,
@@ -151,8 +140,7 @@ INITS: dict[str, Any] = {
 }
 TENSORS: dict[str, Any] = {
     "file": FileUpdate,
-    "ipc": _form(**_NAMED, ipc_handles=dict[Name, _HANDLE], tensor_sizes=list[Natural]),
-    "nccl": _form(**_NAMED),
+    "nccl": _form(names=list[Name], dtype_names=list[Dtype], shapes=list[Shape]),
 }
 _TENSORS = list[_TENSOR]  # type: ignore[valid-type]
 _ANNOUNCED = _form(policy_version=Natural, format=Name, staged=bool, tensors=_TENSORS)
@@ -170,8 +158,8 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
-    """Frames in as few transmissions as may travel: samples that end together may be too much for
-    one.
+    """Frames in as few transmissions as may travel: samples that end together may be too many for
+    a single one.
     """
     part: list[msgspec.Raw] = []
     size = 0
@@ -190,8 +178,8 @@ def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
 def checked(
     content: bytes, vocabulary: int, longest: int, transport: str = "file"
 ) -> tuple[Frames, Frames]:
-    """The requests of one transmission, written anew from what was understood, and replies to those
-    that do not fit.
+    """Decode the requests of one transmission into their forms; return them, and error replies to
+    those that do not fit.
 
     Refused where it is no list of requests. `longest`: tokens of a prompt and its answer together.
     """
@@ -220,21 +208,18 @@ def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> 
     try:
         body = msgspec.msgpack.decode(frame.arguments, type=form)
         if isinstance(body, Stage):
-            if transport != "file":
-                around = AROUND.get(next(iter(body.update_info), ""))
-            else:
-                around = None
-            msgspec.convert(body.update_info, around or TENSORS[transport])
+            form = TENSORS.get(transport, Nothing)
+            if transport == "nccl":
+                form = AROUND.get(next(iter(body.update_info), ""), form)
+            msgspec.convert(body.update_info, form)
         elif isinstance(body, Init):
-            msgspec.convert(body.init_info, INITS[transport])
+            msgspec.convert(body.init_info, INITS.get(transport, Nothing))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Refused(
             f"{frame.method}: {error}; this engine takes sync.transport={transport}"
         ) from None
     if isinstance(body, Generate):
         _check_lookups(body, vocabulary, longest)
-    if isinstance(body, Values) and max(map(max, body.sequences), default=0) >= vocabulary:
-        raise Refused(f"sequences: a token is beyond the vocabulary of {vocabulary} tokens")
     asked = msgspec.structs.asdict(body)
     if isinstance(body, Generate):
         asked["tools"] = body.tools and msgspec.structs.asdict(body.tools)

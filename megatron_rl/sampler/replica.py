@@ -1,6 +1,4 @@
-"""One engine as the sampler keeps it: its state and what may follow (`NEXT`), format, version, load;
-and the error if no engine is left.
-"""
+"""Engine as the sampler keeps it: state, format, version, load; and the error if none is left."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -21,15 +19,6 @@ class State(Enum):
     ready = "takes prompts"
     updating = "takes no prompts: new weights are about to be, or just became, the live ones"
     given_up = "does not come back"
-
-
-NEXT: dict[State, frozenset[State]] = {
-    State.down: frozenset({State.behind, State.given_up}),
-    State.behind: frozenset({State.ready, State.down}),
-    State.ready: frozenset({State.updating, State.down}),
-    State.updating: frozenset({State.ready, State.down}),
-    State.given_up: frozenset(),
-}
 
 
 @dataclass(eq=False)
@@ -68,29 +57,29 @@ class Replica:
 
     def come_up(self) -> None:
         """There is an engine, which an update may reach from now on."""
-        self._become(State.behind)
+        self.state = State.behind
 
     def hold(self, version: int) -> None:
         """The engine has loaded this version; it takes prompts unless an update is under way."""
         self.version = version
         self.reason = ""
         if self.state is State.behind:
-            self._become(State.ready)
+            self.state = State.ready
 
     def begin_update(self) -> None:
         if self.state is State.ready:
-            self._become(State.updating)
+            self.state = State.updating
 
     def end_update(self) -> None:
         if self.state is State.updating:
-            self._become(State.ready)
+            self.state = State.ready
 
     def take_out(self, reason: str) -> None:
         """Send no more requests to it; whatever it works on is cancelled, for others to take
         over.
         """
         if self.up:
-            self._become(State.down)
+            self.state = State.down
         if not self.given_up:
             self.reason = reason
         self.version = NO_VERSION
@@ -98,18 +87,11 @@ class Replica:
             task.cancel()
 
     def give_up(self, reason: str) -> None:
-        self._become(State.given_up)
+        self.state = State.given_up
         self.reason = reason
 
-    def _become(self, state: State) -> None:
-        if state not in NEXT[self.state]:
-            raise AssertionError(f"{self.name}: {self.state.name} -> {state.name}")
-        self.state = state
-
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
-        """The answer of something that was asked of it; its supervisor may take it out meanwhile,
-        and end the wait.
-        """
+        """Wait for its reply; ends with NoAnswer if its supervisor takes it out meanwhile."""
         task = asyncio.ensure_future(asked)
         self.running.add(task)
         try:
@@ -132,22 +114,20 @@ class Replica:
 
 
 class NoServerLeft(SamplerError):
-    """Says what became of every engine, and what to do."""
+    """Error with the reason of every engine."""
 
     def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
-        # the ends of logs come last, behind the advice
-        told = [(one.reason or "not ready").partition("\n") for one in replicas]
-        reasons = "; ".join(
-            f"{one.name}: {first.rstrip(':')}"
-            for one, (first, *_) in zip(replicas, told, strict=True)
-        )
-        logs = "".join(
-            f"\n{one.name}:\n{log}" for one, (*_, log) in zip(replicas, told, strict=True) if log
-        )
+        reasons = []
+        logs = ""  # behind the advice
+        for one in replicas:
+            first, _, log = (one.reason or "not ready").partition("\n")
+            reasons.append(f"{one.name}: {first.rstrip(':')}")
+            if log:
+                logs += f"\n{one.name}:\n{log}"
         super().__init__(
-            f"no engine can answer with policy version {version} (waited up to "
-            f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the engines' logs; lower "
-            "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where "
-            "the machine was only slow, restart servers that were given by address, and start the "
-            f"run again{logs}"
+            f"no engine serves policy version {version} "
+            f"(sampler.start_timeout_s={patience_s:g}). {'; '.join(reasons)}. Read the engines' "
+            "logs; lower sampler.vllm.max_num_seqs if memory ran out, raise "
+            "sampler.start_timeout_s on a slow machine, restart servers of sampler.addresses, and "
+            f"resume the run{logs}"
         )

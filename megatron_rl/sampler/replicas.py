@@ -15,7 +15,7 @@ from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, Kind
 from megatron_rl.sampler.client.lines import PortLine
-from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
+from megatron_rl.sampler.dispatch import Dispatcher, Job
 from megatron_rl.sampler.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -105,9 +105,6 @@ class Replicas:
         if dispatcher not in self._state.dispatchers:
             self._state.dispatchers.append(dispatcher)  # it had been given up
         dispatcher.add(jobs)
-
-    async def finished(self, dispatcher: Dispatcher) -> list[Done]:
-        return await dispatcher.finished()
 
     async def give_up(self, dispatcher: Dispatcher) -> None:
         if dispatcher in self._state.dispatchers:

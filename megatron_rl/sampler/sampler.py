@@ -166,7 +166,7 @@ class Sampler:
         return []
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What the engine's modules put out for this sequence, by point (models/points.py)."""
+        """Outputs of the engine's modules for this sequence, by point (models/points.py)."""
         import safetensors.torch
         import torch
 
@@ -331,10 +331,32 @@ class Meter:
             self.retried += retried
 
 
-class Answering:
-    """Prompts that are being answered, for one thread; others may ask the sampler for other things
-    meanwhile.
-    """
+class _Dispatched:
+    """Requests through a dispatcher of their own. `ask`: the engines, on their event loop."""
+
+    def __init__(
+        self, ask: Callable[[Callable[[Any], Any]], Any], meter: Meter, dispatcher: Dispatcher
+    ) -> None:
+        self._ask = ask
+        self._meter = meter
+        self._dispatcher = dispatcher
+        self._retried = 0
+
+    def _count_end(self, groups: int, tokens: int) -> None:
+        retried = self._dispatcher.retried
+        self._meter.count(-groups, tokens, retried - self._retried)
+        self._retried = retried
+
+    def close(self) -> None:
+        """Cancel open requests; safe to call twice, from another thread, and after the sampler's
+        own end.
+        """
+        with suppress(SamplerError):
+            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
+
+
+class Answering(_Dispatched):
+    """Open prompts of one thread; other threads may use the sampler meanwhile."""
 
     def __init__(
         self,
@@ -343,12 +365,9 @@ class Answering:
         dispatcher: Dispatcher,
         seed: int,
     ) -> None:
-        """`ask`: the engines, on their event loop."""
-        self._ask = ask
-        self._meter = meter
-        self._dispatcher = dispatcher
+        super().__init__(ask, meter, dispatcher)
         self._seed = seed
-        self._open = self._retried = 0
+        self._open = 0
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
         """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its
@@ -369,29 +388,19 @@ class Answering:
         """
         if not self._open:
             return []
-        groups = [
-            _rollouts(done)
-            for done in self._ask(lambda replicas: replicas.finished(self._dispatcher))
-        ]
-        retried = (now := self._dispatcher.retried) - self._retried
-        self._retried = now
+        done = self._ask(lambda _: self._dispatcher.finished())
+        groups = [_rollouts(one) for one in done]
         self._open -= len(groups)
-        self._meter.count(
-            -len(groups), sum(len(one.token_ids) for group in groups for one in group), retried
-        )
+        self._count_end(len(groups), sum(len(one.token_ids) for group in groups for one in group))
         return groups
 
     def close(self) -> None:
-        """Give up what is open; safe to call twice, from another thread, and after the sampler's
-        own end.
-        """
         self._meter.count(-self._open)
         self._open = 0
-        with suppress(SamplerError):
-            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
+        super().close()
 
 
-class Turns:
+class Turns(_Dispatched):
     """Requests of conversations, asked from another event loop."""
 
     def __init__(
@@ -402,12 +411,9 @@ class Turns:
         dispatcher: Dispatcher,
         params: SamplingParams,
     ) -> None:
-        self._ask = ask
+        super().__init__(ask, meter, dispatcher)
         self._loop = loop
-        self._meter = meter
-        self._dispatcher = dispatcher
         self._params = params
-        self._retried = 0
 
     async def ask(
         self,
@@ -418,9 +424,7 @@ class Turns:
         key: str,
         tools: ToolFormat | None = None,
     ) -> tuple[Completion, str]:
-        """What the policy answers, and the weight format of the engine that did; see dispatch.Job
-        for `key`.
-        """
+        """Return a completion and its engine's weight format; `key`: see dispatch.Job."""
         job = Job(
             group=0,
             prompt=Prompt(0, tuple(tokens), "", {}),
@@ -434,20 +438,13 @@ class Turns:
             done = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
             written = len(done.completions[0].token_ids)
         finally:
-            retried = (now := self._dispatcher.retried) - self._retried
-            self._retried = now
-            self._meter.count(-1, written, retried)
+            self._count_end(1, written)
         return done.completions[0], done.format
-
-    def close(self) -> None:
-        """Give up what is open; safe to call twice, and after the sampler's own end."""
-        with suppress(SamplerError):
-            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """What all of the prompts are answered, group by group, by an Answering or its like, which is
-    closed at last.
+    """Rollouts of all prompts, group by group, from an Answering or its like, which is closed at
+    the end.
     """
     groups: list[list[Rollout]] = []
     with closing(answering):

@@ -19,7 +19,6 @@ SAMPLING = {
     "patient": True,
 }
 UPDATE = {"directory": "/sync", "policy_version": 3, "writers": 2, "background": True}
-SEEN = {"policy_version": 3, "kind": "activations"}
 encode = msgspec.msgpack.encode
 
 
@@ -54,7 +53,6 @@ def prompt(ids: object, **sampling: object) -> dict:
         ("sleep", {"level": 2}),
         ("wake", {"tags": ["weights", "kv_cache"]}),
         ("wake", {"tags": None}),
-        ("values", SEEN | {"sequences": [[0, 100], [1]]}),
         *((method, {}) for method, form in REQUESTS.items() if form.__struct_fields__ == ()),
     ],
 )
@@ -120,7 +118,7 @@ DEEP = b"\x91" * 100_000  # lists in lists
         ("sleep", {"level": 9}),
         ("wake", {"tags": ["all"]}),
         ("cancel", {"requests": [-1]}),
-        ("values", SEEN | {"sequences": [[101]]}),
+        ("values", {"kind": "activations", "sequences": [[1]], "policy_version": 3}),
     ],
     ids=lambda value: str(value)[:60],
 )

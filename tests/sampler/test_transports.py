@@ -138,15 +138,11 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     ):
         assert engine.parse_init_info(engine, init)
         assert engine.parse_update_info(engine, update)
-        asked = [("update_weights", {"update_info": one}) for one in (update, *around)]
-        asked.append(("init_weight_transfer_engine", {"init_info": init}))
-        frames = [
-            {"id": 1, "method": method, "arguments": arguments} for method, arguments in asked
-        ]
-        requests, refused = checked(
-            msgspec.msgpack.encode(frames), 101, 48, engine.__name__[len("Checked") :].lower()
-        )
-        assert (len(requests), refused) == (5, [])
+    asked = [("update_weights", {"update_info": one}) for one in (named, *around)]
+    asked.append(("init_weight_transfer_engine", {"init_info": told[1]}))
+    frames = [{"id": 1, "method": method, "arguments": arguments} for method, arguments in asked]
+    requests, refused = checked(msgspec.msgpack.encode(frames), 101, 48, "nccl")
+    assert (len(requests), refused) == (5, [])
 
 
 def test_rank_0_is_found_where_the_first_server_elsewhere_sees_it(
