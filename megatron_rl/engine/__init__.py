@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes."""
+"""Code that runs inside vLLM's processes."""

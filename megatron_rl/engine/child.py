@@ -2,9 +2,9 @@
 PARENT_PID CORES`; `run` is the life of a server's process, too (server.py).
 
 The socket FD brings the engine's arguments and then requests (messages.py); its end is the
-process's end. The kernel ends the process with its parent, too. CORES, such as `0,1`, confine it to
-a share of the machine; `all` does not. It ignores Ctrl-C and USR1: its parent decides what they
-mean.
+process's end. The kernel ends the process with its parent, too. CORES, such as `0,1`, confine
+it to a share of the machine; `all` does not. It ignores Ctrl-C and USR1: its parent decides
+what they mean.
 """
 
 import socket

@@ -22,8 +22,8 @@ Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has
 
 
 class Engine:
-    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what their
-    loop asks.
+    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what
+    their loop asks.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ class Engine:
 
     @property
     def writes(self) -> bool:
-        """Return True if a step would generate tokens: samples are open, and the weights are of one
-        policy version.
+        """Return True if a step would generate tokens: samples are open, and the weights are of
+        one policy version.
         """
         return bool(self.samples) and not self._stands and self.ready.refusal() is None
 
@@ -213,8 +213,8 @@ class Engine:
     def _watched(
         self, what: str, tokens: list[int], *arguments: int, **params: Any
     ) -> tuple[bytes, list[Any]]:
-        """Record a sequence on the first worker; also the logprobs of its tokens if `params` asks
-        for them.
+        """Record a sequence on the first worker; also the logprobs of its tokens if `params`
+        asks for them.
         """
         from vllm import SamplingParams
 
@@ -261,8 +261,8 @@ class Engine:
         self._stands = False
 
     def finish_weight_update(self, keep_cache: bool = False, stand: bool = False) -> dict[str, Any]:
-        """Load the weights; open samples go on with them, with `keep_cache` from their old keys and
-        values.
+        """Load the weights; open samples go on with them, with `keep_cache` from their old
+        keys and values.
 
         `stand`: they go on when `resume` is called, as no token may be of weights that another
         engine could not load.
@@ -336,8 +336,8 @@ class Engine:
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Wake parts of the engine. Fully awake, it has to hold the weights of before, or of a sync
-        since.
+        """Wake parts of the engine. Fully awake, it has to hold the weights of before, or of
+        a sync since.
         """
         tags = list(tags or TAGS)
         asleep = [tag for tag in tags if tag in self.ready.asleep]

@@ -89,8 +89,8 @@ def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
 
 
 def neutral_cache_scales(model: Any) -> None:
-    """Dummy weights give a quantized cache random scales, negative ones too: 1 until the first
-    sync.
+    """Dummy weights give a quantized cache random scales, negative ones too: 1 until
+    the first sync.
     """
     for layer in (module for module in model.modules() if cache_scale_names("", module)):
         for kind in ("k", "v"):
@@ -99,8 +99,8 @@ def neutral_cache_scales(model: Any) -> None:
 
 
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
-    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is
-    not quantized.
+    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it
+    is not quantized.
     """
     scales = {
         name: (cast(torch.Tensor, layer._k_scale), cast(torch.Tensor, layer._v_scale))
@@ -205,8 +205,8 @@ class Rows(NamedTuple):
 def _parts(
     name: str, layer: Any, fused_names: dict[str, list[str]]
 ) -> list[tuple[str, list[Rows]]]:
-    """The checkpoint's layers behind one engine layer, with the kinds of rows that each of them
-    holds.
+    """The checkpoint's layers behind one engine layer, with the kinds of rows that each
+    of them holds.
     """
     parent, _, last = name.rpartition(".")
     kinds = _rows(layer)

@@ -1,6 +1,6 @@
-"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after an
-update if not begun; finished ones as bytes, with their experts and tool calls. The loop itself is
-in service.py.
+"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after
+an update if not begun; finished ones as bytes, with their experts and tool calls. The loop
+itself is in service.py.
 
 Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them:
 what they cut is -inf. An engine keeps what ties with the last of the k, so that a few more
@@ -88,8 +88,8 @@ class Sample:
         return found_SLK.shape[1:], found_SLK.tobytes()
 
     def completed(self, finish: str, now: int) -> dict[str, Any]:
-        """The sample as a message: arrays as bytes; a logprob is NaN if missing, or of unknown
-        candidates.
+        """The sample as a message: arrays as bytes; a logprob is NaN if missing, or
+        of unknown candidates.
 
         `spans`: policy version and number of tokens, in order. `now`: the version of an answer
         without a token.

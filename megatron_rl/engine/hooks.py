@@ -42,9 +42,7 @@ ONE_BYTE = 256  # experts that a byte can name
 
 
 class ModuleOutputs:
-    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them
-    later.
-    """
+    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._passed: dict[Point, list[torch.Tensor]] = {}
@@ -140,8 +138,8 @@ class RouterChoices:
 
 
 class KeptChoices:
-    """The experts of every token whose keys and values an engine on hosts holds, by their place in
-    its cache.
+    """The experts of every token whose keys and values an engine on hosts holds, by their place
+    in its cache.
 
     Who reads a cached prefix, is computed in chunks, or goes on after an update finds each token's
     latest choice there. On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its

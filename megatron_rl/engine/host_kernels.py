@@ -77,8 +77,8 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         layer.weight = None  # the handler holds the packed copy
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights of old
-        versions.
+        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights
+        of old versions.
         """
         if isinstance(self.dnnl_handler, host_products.Int8Weight):
             return self._apply_weights_in_fp32(layer, x, bias)
@@ -94,9 +94,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 @functools.cache
 def products_are_exact() -> bool:
-    """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them
-    here.
-    """
+    """Return True if this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
     return vllm_operators.int8_is_exact()
 
 
@@ -146,8 +144,8 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def _onednn_product(
         self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order of the
-        sums.
+        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order
+        of the sums.
         """
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)

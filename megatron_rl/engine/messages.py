@@ -1,9 +1,9 @@
 """Messages between a sampler and an engine's process, and the server's check of each request
 against its form.
 
-One transmission is a list of messages, which the engine begins in one step: its requests share
-batches. A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type,
-message}}.
+One transmission is a list of messages, which the engine begins in one step: its requests
+share batches. A request is {id, method, arguments}. Its reply is {id, value} or {id,
+error: {type, message}}.
 
 REQUESTS lists the requests that a server takes. A token id beyond the vocabulary would end vLLM's
 engine, and an odd worker method leave it deaf: a server holds every message against its form before

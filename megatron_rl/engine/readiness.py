@@ -27,8 +27,8 @@ DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 
 @dataclass(frozen=True)
 class SyncState:
-    """What a worker serves, and what its last update cost. A fleet holds what a server says to
-    these bounds.
+    """Version that a worker serves, and the cost of its last update. A fleet holds what a server says
+    to these bounds.
     """
 
     policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
@@ -52,8 +52,8 @@ class Readiness:
     asleep: set[str] = field(default_factory=set)
 
     def refusal(self, wanted: int | None = None, or_newer: bool = False) -> str | None:
-        """Why a request has to be refused now. `wanted`: the version that the caller believes is
-        served.
+        """Return the reason to refuse a request now. `wanted`: the version that the caller
+        believes is served.
         """
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"

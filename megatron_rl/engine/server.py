@@ -1,5 +1,5 @@
-"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID CORES
-HOST PORT`.
+"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID
+CORES HOST PORT`.
 
 The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A
 WebSocket at /engine carries the same messages as the socket of a child, held against their forms
@@ -30,7 +30,7 @@ PING_S = 20.0  # of a connection on which nothing is said
 
 
 class Caller:
-    """One connection: what it asks, and the replies on their way to it."""
+    """Connection: its requests, and the replies on their way to it."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -4,8 +4,8 @@ strangers in time.
 An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its
 weights. The key comes from the environment, which other users of the machine cannot read.
 
-Uvicorn waits for ever for a request's header: connections without the key are limited
-(processes/strangers.py).
+Uvicorn waits for ever for a request's header: connections without the key
+are limited (processes/strangers.py).
 """
 
 from __future__ import annotations

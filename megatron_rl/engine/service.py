@@ -41,8 +41,8 @@ class Service:
         self._arrived.put((line, [{"id": -1, "method": "hung_up", "arguments": {}}]))
 
     def run(self, engine: Engine) -> None:
-        """Until the process ends, or one of the engine's workers has: what is open then comes to
-        nothing.
+        """Until the process ends, or one of the engine's workers has: what is open then
+        comes to nothing.
         """
         waiting: list[tuple[Line, Frame]] = []
         while True:

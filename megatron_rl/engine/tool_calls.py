@@ -12,7 +12,7 @@ from megatron_rl.processes.channel import Refused
 
 
 class ToolCallParser:
-    """Of one model folder, whose tokenizer is read when it is first needed."""
+    """Parser of a model folder, whose tokenizer is read at its first use."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -20,8 +20,8 @@ class ToolCallParser:
         self._parser = lru_cache(4)(self._made)
 
     def check(self, parser: str, schemas: str) -> None:
-        """Refuses a request whose parser cannot be made: its answer would fail in the middle of a
-        step.
+        """Refuses a request whose parser cannot be made: its answer would fail in the middle
+        of a step.
         """
         try:
             self._parser(parser, schemas)
@@ -33,7 +33,7 @@ class ToolCallParser:
     def parsed(
         self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str
     ) -> dict[str, Any]:
-        """What was said beside the calls, and each call's name and arguments, as JSON text.
+        """Return the text beside the calls, and each call's name and arguments as JSON text.
 
         Text in which no call can be read is all content.
         """

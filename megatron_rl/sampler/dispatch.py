@@ -1,10 +1,10 @@
 """Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying
 one's go to others.
 
-All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it is
-open. Every job's answers come back exactly once, whichever engine they come from. Every wait has a
-limit: the engine's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no
-engine.
+All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it
+is open. Every job's answers come back exactly once, whichever engine they come from. Every wait
+has a limit: the engine's own deadline for an answer, `TRIES` for a job, `patience_s` while there
+is no engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUEUED = 1.25
 
 @dataclass(eq=False)
 class Job:
-    """One prompt to be answered `samples` times by one engine."""
+    """Prompt to be answered `samples` times by one engine."""
 
     group: int
     prompt: Prompt
@@ -78,8 +78,8 @@ class Dispatcher:
         on_gone: Callable[[Replica, str], None],
         patient: bool = True,
     ) -> None:
-        """`served`: the policy versions so far, the present one last; `on_gone` is told of every
-        failure.
+        """`served`: the policy versions so far, the present one last; `on_gone` is told
+        of every failure.
 
         `patient`: see Engine.generate.
         """
@@ -116,7 +116,7 @@ class Dispatcher:
             self._work.add_done_callback(self._ended)
 
     async def ask(self, job: Job) -> Done:
-        """One job's own answer; cancelled, the engine is told to stop."""
+        """Answer one job; if cancelled, the engine is told to stop."""
         job.answer = asyncio.get_running_loop().create_future()
         self._asked.add(job)
         try:
@@ -149,9 +149,7 @@ class Dispatcher:
         return done
 
     async def close(self, why: str | None = None) -> None:
-        """Give up what is open: engines are told to stop. `why`: an error for whoever still
-        waits.
-        """
+        """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
         self._closed = why
         self._fail_asked(SamplerError(why or "the request was given up"))
         self._waiting.clear()
@@ -276,8 +274,8 @@ class Dispatcher:
         return versions - set(self._served[given.since :])
 
     def _is_early(self, answering: asyncio.Future[list[Completion]]) -> bool:
-        """Of weights that an engine has just loaded, and its answer to that update is not dealt
-        with yet.
+        """Return True for an answer of weights that an engine has just loaded, before its reply to
+        that update was handled.
         """
         given = self._running[answering]
         if (

@@ -72,9 +72,7 @@ class EngineSettings:
 def engine_arguments(
     settings: EngineSettings, folder: Path, worker_extension: str = WORKER_EXTENSION
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a
-    message.
-    """
+    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
     sampler = settings.sampler
     backend = str(settings.transport.value)
     if settings.transport != schema.Transport.file:  # vLLM's own engines, with our checks in front
@@ -121,11 +119,11 @@ def engine_arguments(
 
 
 def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
-    """What an engine on GPUs is given beside the rest.
+    """Additional arguments of an engine on GPUs.
 
-    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no network
-    and no compiler. CUDA graphs up to what is decoded at once: vLLM's own limits are twice that,
-    and 512.
+    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no
+    network and no compiler. CUDA graphs up to what is decoded at once: vLLM's own limits are
+    twice that, and 512.
     """
     graphs = math.ceil(max_sequences(sampler) / GRAPH_SPACING) * GRAPH_SPACING
     return {

@@ -75,9 +75,7 @@ class Replica:
             self.state = State.ready
 
     def take_out(self, reason: str) -> None:
-        """Send no more requests to it; whatever it works on is cancelled, for others to take
-        over.
-        """
+        """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
         if self.up:
             self.state = State.down
         if not self.given_up:

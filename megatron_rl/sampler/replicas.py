@@ -82,8 +82,8 @@ class Replicas:
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def first_starts(self) -> None:
-        """Wait for all engines: one that is missing from the beginning is a mistake, not an
-        accident.
+        """Wait for all engines: one that is missing from the beginning is a mistake,
+        not an accident.
         """
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
@@ -123,7 +123,7 @@ class Replicas:
                 self._state.take_out(first, str(error))
 
     async def health(self) -> dict[str, Any]:
-        """What is known of each engine, and the status of one: of the first that is not well."""
+        """State of each engine, and the status of the first that is not well."""
         while True:
             await self.updates.until(
                 lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all)
@@ -163,8 +163,8 @@ class Replicas:
             await supervisor.close(shut=True)
 
     def end_processes(self) -> None:
-        """End the engines, once nobody watches them any more; not on the event loop, as each may
-        take seconds.
+        """End the engines, once nobody watches them any more; not on the event loop, as each
+        may take seconds.
         """
         for replica in self.all:
             if replica.process is not None:

@@ -227,8 +227,8 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.stage(by_format))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Every engine loads what it verified. Until the next update it is what restarted ones
-        receive.
+        """Every engine loads what it verified. Until the next update it is what
+        restarted ones receive.
         """
         self.last_sync = self._ask(lambda replicas: replicas.updates.finish())
         self.policy_version = self.last_sync["policy_version"]
@@ -250,8 +250,8 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.wake(parts))
 
     def health(self) -> dict[str, Any]:
-        """Status of the first engine that is not well (else of the first), and a line for each
-        engine.
+        """Status of the first engine that is not well (else of the first), and a line
+        for each engine.
         """
         self.wait_ready()
         return self._ask(lambda replicas: replicas.health())
@@ -348,8 +348,8 @@ class _Dispatched:
         self._retried = retried
 
     def close(self) -> None:
-        """Cancel open requests; safe to call twice, from another thread, and after the sampler's
-        own end.
+        """Cancel open requests; safe to call twice, from another thread, and after the
+        sampler's own end.
         """
         with suppress(SamplerError):
             self._ask(lambda replicas: replicas.give_up(self._dispatcher))
@@ -370,8 +370,8 @@ class Answering(_Dispatched):
         self._open = 0
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its
-        index.
+        """Ask more prompts, behind those before; the group of a prompt is `first_group`
+        plus its index.
         """
         jobs = [
             Job(group, one, request_seed(self._seed, group))
@@ -443,8 +443,8 @@ class Turns(_Dispatched):
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Rollouts of all prompts, group by group, from an Answering or its like, which is closed at
-    the end.
+    """Rollouts of all prompts, group by group, from an Answering or its like, which is closed
+    at the end.
     """
     groups: list[list[Rollout]] = []
     with closing(answering):

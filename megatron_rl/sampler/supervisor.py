@@ -1,9 +1,9 @@
 """Supervisor of one engine: starts, watches, restarts it, brings its weights up to date;
 `SamplerState` that all share.
 
-One task per engine, on the sampler's event loop. An engine serves only after it has received the
-current policy version. One that was given by address is not restarted, only looked for until it
-answers again.
+One task per engine, on the sampler's event loop. An engine serves only after it has received
+the current policy version. One that was given by address is not restarted, only looked for
+until it answers again.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Told = tuple[UpdateStep, dict[Format, dict[str, Any]]]
 
 @dataclass
 class SamplerState:
-    """What supervisors, dispatchers and updates share; touched on the event loop only."""
+    """State that supervisors, dispatchers and updates share; used on the event loop only."""
 
     start_timeout_s: float
     request_timeout_s: float
@@ -247,8 +247,8 @@ class Supervisor:
         await self._failed(reason)
 
     async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
-        """Wait for the engine's end and say what it was: its process ended, or it left several
-        looks unanswered.
+        """Wait for the engine's end and say what it was: its process ended, or it left
+        several looks unanswered.
         """
         replica = self.replica
         state = self._state

@@ -84,7 +84,7 @@ class Updates:
 
     @property
     def _taking(self) -> list[Replica]:
-        """Who takes the update."""
+        """Engines that take the update."""
         return [
             replica for replica, engine in self._taken_by if replica.up and replica.engine is engine
         ]
@@ -93,8 +93,8 @@ class Updates:
         return [(replica, replica.engine) for replica in self._replicas if replica.up]
 
     async def hold(self) -> None:
-        """Keep engines that come back from being told of the present version: its files may be
-        written over.
+        """Keep engines that come back from being told of the present version: its files may
+        be written over.
         """
         if self.holds:
             return
@@ -149,8 +149,8 @@ class Updates:
             await self.release()
 
     async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
-        """Engines go on answering while they verify, where the update says so; nothing is loaded
-        yet.
+        """Engines go on answering while they verify, where the update says so; nothing
+        is loaded yet.
         """
         began = time.perf_counter()
         try:
@@ -168,8 +168,8 @@ class Updates:
             raise
 
     async def finish(self) -> dict[str, Any]:
-        """Load the update. No engine goes on before every one has: no token is of weights that are
-        taken back.
+        """Load the update. No engine goes on before every one has: no token is of weights that
+        are taken back.
 
         With what the slowest engine says of it, and for how long engines stood still.
         """
@@ -260,8 +260,8 @@ class Updates:
         await self.until(lambda: any(replica.up for replica in self._replicas))
 
     async def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that becomes of engines; raise where it does not in time, or cannot
-        any more.
+        """Wait for something that becomes of engines; raise where it does not in time, or
+        cannot any more.
         """
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s

@@ -1,5 +1,5 @@
-"""Cases of engine_cases: an engine behind a transport of vLLM's kind, staged and in place, and its
-sleep.
+"""Cases of engine_cases: an engine behind a transport of vLLM's kind, staged and in place,
+and its sleep.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class InMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class InMemoryEngine(WeightTransferEngine[WeightTransferInitInfo, InMemoryUpdate]):
-    """A transport of vLLM's kind that works on hosts: tensors arrive in chunks and go where
-    `self.model` points.
+    """A transport of vLLM's kind that works on hosts: tensors arrive in chunks and go
+    where `self.model` points.
     """
 
     init_info_cls = WeightTransferInitInfo
@@ -74,7 +74,7 @@ CHECKED: dict[str, Any] = {
 
 
 class Sender:
-    """What VllmPush does on rank 0, over the relay that it uses, with one fault on the way."""
+    """Sends like VllmPush on rank 0, over its relay, with one fault on the way."""
 
     def __init__(self, case: Case, engine: Engine) -> None:
         self.case, self.engine, self.relay = case, engine, Relay(self)
@@ -133,8 +133,8 @@ FAULTS = ("unannounced", "stale", "flipped byte", "lost chunk", "sent twice", "a
 
 
 def run_checked(case: Case) -> dict[str, Any]:
-    """Staged on an INT8 engine; in place on the same one, as far as a host can: faults, and what
-    they leave.
+    """Staged on an INT8 engine; in place on the same one, as far as a host can: faults, and
+    what they leave.
     """
     engine = case.start("live", **CHECKED)
     sender = Sender(case, engine)

@@ -37,8 +37,8 @@ class Router(torch.nn.Module):
 
 
 class Device:
-    """A worker and a scheduler of vLLM's, as far as experts go through them, and one request after
-    another.
+    """A worker and a scheduler of vLLM's, as far as experts go through them, and one
+    request after another.
     """
 
     def __init__(self, model: str) -> None:

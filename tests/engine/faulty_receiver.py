@@ -1,5 +1,5 @@
-"""A worker extension for tests alone: the receiver, with mistakes that can be switched on for one
-update.
+"""A worker extension for tests alone: the receiver, with mistakes that can be switched on
+for one update.
 
 An update directory that holds a file `fault` is loaded wrongly in the way the file names; without
 one this is the receiver as shipped. Found by the engine's workers through PYTHONPATH.

@@ -1,5 +1,5 @@
-"""Cases of engine_cases: new weights between two tokens of an answer, at a step that the case
-chooses.
+"""Cases of engine_cases: new weights between two tokens of an answer, at a step that
+the case chooses.
 """
 
 from functools import partial
@@ -107,7 +107,7 @@ def run_ahead(case: Case) -> list[list[Answer]]:
 
 
 def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
-    """One tensor too few, found out in mid-answer; the answers go on as if nothing had been."""
+    """Refuse an update without its last tensor in mid-answer; open samples go on unchanged."""
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
         engine.step()

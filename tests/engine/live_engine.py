@@ -66,7 +66,7 @@ class Alone:
 
 
 class Case:
-    """One model and format: its weights by seed, its engine, and the versions that reach it."""
+    """Model in one format: its weights by seed, its engine, and the versions that reach it."""
 
     def __init__(self, family: str, format: Format, folder: Path, **quantization: Any) -> None:
         self.hf = MODELS[family]
@@ -91,7 +91,7 @@ class Case:
         return tensors | self.scales(seed)
 
     def scales(self, seed: int) -> dict[str, torch.Tensor]:
-        """Of the quantized cache, where there is one."""
+        """Scales of the quantized cache, if there is one."""
         if self.config.quantization.kv_cache == KvCache.none:
             return {}
         made = CacheScales(

@@ -1,4 +1,4 @@
-"""What live engines do with mixtures of experts, vLLM's transports, sleep and an FP8 cache.
+"""Live engines with mixtures of experts, vLLM's transports, sleep and an FP8 cache.
 
 All of it happens in one process (`engine_cases.py`); here is what has to have come out.
 """
@@ -63,7 +63,7 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> None:
-    """What transformers' choose with the same weights in BF16, but where a choice is close."""
+    """Compare with transformers' routers with the same weights in BF16; close choices may differ."""
     case = found[family]
     assert case["unmoved"], "watching changes no answer"
     told = [sorted(experts) for tokens in case["routes"] for layers in tokens for experts in layers]
@@ -94,7 +94,7 @@ def test_the_way_of_gpus_asks_for_what_vllm_loads(found: dict) -> None:
     assert found["checked"]["layerwise"] == "", "INT8 layers, and attention that vLLM gives scales"
     whole, without_an_expert = found["mixtral"]["layerwise"]
     assert whole == ""
-    assert "experts.routed_experts (some of its experts)" in without_an_expert
+    assert "(some of its experts)" in without_an_expert
 
 
 FAULTS = {
@@ -138,7 +138,7 @@ def test_an_update_in_place_is_verified_before_the_next_request(found: dict) -> 
 )
 def test_prefixes_of_the_old_weights_are_not_answered_from(found: dict) -> None:
     case = found["in_place"]
-    assert "prefix cache could not be reset" in case["held"]
+    assert "prefix cache" in case["held"]
     assert "of no version" in case["refused while held"]
     assert case["reset"], "the next good update repairs it"
 
@@ -147,7 +147,7 @@ def test_prefixes_of_the_old_weights_are_not_answered_from(found: dict) -> None:
 def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) -> None:
     case = found["checked"]["sleep"]
     assert "asleep (kv_cache, weights)" in case["asleep"]
-    assert "wake them (tag 'weights') before a weight update" in case["update asleep"]
+    assert "tag 'weights'" in case["update asleep"]
     assert case["same"], "level 1 keeps the weights"
     assert "asleep (kv_cache)" in case["cache asleep"]
     assert "corrupt tensor" in case["refused sync"]
@@ -155,7 +155,7 @@ def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) ->
     assert "asleep (kv_cache)" in case["synced, cache asleep"]
     assert case["new"]
     assert "discarded in sleep" in case["discarded"]
-    assert "woke with other versions or scales" in case["lost scale"]
+    assert "versions or scales" in case["lost scale"]
 
 
 def differences(answers: list, reference: list, span: slice) -> list[float]:
@@ -200,9 +200,7 @@ def test_new_weights_come_between_two_tokens(found: dict) -> None:
 
 @pytest.mark.engine
 def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
-    """What the seeds have come to is kept; only the rounding of keys and values that are computed
-    again differs.
-    """
+    """Random states are kept; only keys and values that are computed again round differently."""
     case = found["in_flight"]
     alone = [(tokens, logprobs) for tokens, logprobs, _ in case["alone"]]
     for answers in (case["kept, same weights"], *case["ahead"]):
@@ -239,7 +237,7 @@ def test_answers_in_the_making_and_other_requests(found: dict) -> None:
 def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     case = found["trainer"]
     assert case["sent"]
-    assert "disagrees with iteration at index 0" in case["out of step"]
+    assert "at index 0" in case["out of step"]
     for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL")):
         assert case[f"{name} settings"] == [name, True, False], (
             "the first rank sends, the second does not"

@@ -1,4 +1,4 @@
-"""What becomes of a sample's steps, as vLLM's core tells them; what top_k and top_p have kept."""
+"""Samples from the steps of vLLM's core; the candidates that top_k and top_p have kept."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a server lets through to its engine, and in which form."""
+"""Requests that a server passes to its engine, and their forms."""
 
 import msgspec
 import pytest
@@ -175,7 +175,7 @@ def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
     ids=lambda content: repr(content[:24]),
 )
 def test_what_is_no_list_of_requests(content):
-    with pytest.raises(Refused, match="the transmission does not fit"):
+    with pytest.raises(Refused, match="does not fit"):
         read(content)
 
 
@@ -204,7 +204,7 @@ def test_transmissions_are_as_few_as_may_travel(monkeypatch):
 
 
 def test_a_name_given_twice_is_read_once():
-    """What the engine reads is what was checked, whichever of the two another parser would take."""
+    """The engine reads the value that was checked, whichever of the two another parser would take."""
     tokens = encode("tokens")
     arguments = b"\x84" + tokens + encode([100_000]) + tokens + encode([1])
     arguments += encode("seed") + encode(7) + encode("max_tokens") + encode(4)

@@ -23,8 +23,8 @@ class Line:
 
 
 class Engine:
-    """Finishes its samples in the second step after they came, the last one first; ends where it is
-    told to.
+    """Finishes its samples in the second step after they came, the last one first; ends where it
+    is told to.
     """
 
     def __init__(self) -> None:

@@ -65,12 +65,12 @@ def make_settings(format: Format = Format.none, **sampler) -> EngineSettings:
 def collecting(
     sampler: Sampler, params: SamplingParams, prompts: list[Prompt], *, first: bool = True
 ) -> Iterator[list[Rollout]]:
-    """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of
-    them.
+    """Answers, collected by a thread of its own: what is done meanwhile is done in the
+    middle of them.
 
-    A prompt follows every one that is answered until then. At the end all are answered, each once,
-    and here in order. `first`: begins when something has been answered, else when something has
-    been asked.
+    A prompt follows every one that is answered until then. At the end all are answered, each
+    once, and here in order. `first`: begins when something has been answered, else when something
+    has been asked.
     """
     rollouts: list[Rollout] = []
     begun = threading.Event()
@@ -118,7 +118,7 @@ def rest(answering: Answering) -> dict[int, list[Rollout]]:
 
 
 def essence(rollouts: Iterable[Rollout]) -> list[tuple]:
-    """What the same weights and seeds answer."""
+    """Fields of rollouts that weights and seeds determine."""
     return [
         (one.group, one.sample, one.token_ids, one.logprobs, one.finish_reason) for one in rollouts
     ]
@@ -159,8 +159,8 @@ class TinyModel:
 
 
 def make_model(folder: Path, tied: bool) -> TinyModel:
-    """About 0.4M parameters; a vocabulary that is no multiple of anything, so that padding takes
-    part.
+    """About 0.4M parameters; a vocabulary that is no multiple of anything, so that
+    padding takes part.
     """
     hf = Qwen3Config(
         vocab_size=101,
@@ -203,7 +203,7 @@ class Live:
         ).manifest
 
     def stage(self, version: int | None = None) -> str:
-        """What is written is on its way; its name, by which it is loaded."""
+        """Stage the written version; return its name, by which it is loaded."""
         version = self.next_version if version is None else version
         self.sampler.start_weight_update()
         self.sampler.update_weights(
@@ -278,8 +278,8 @@ def make_live(
 def start_live(
     folder: Path, format: Format, tied: bool, seed: int | None = None, **sampler
 ) -> Iterator[Live]:
-    """With weights of this seed, if any; then other engines can start too, in the place of one that
-    is killed.
+    """With weights of this seed, if any; then other engines can start too, in the place of one
+    that is killed.
     """
     live = make_live(folder, format, tied, **sampler)
     try:
@@ -293,9 +293,7 @@ def start_live(
 
 
 def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
-    """What an engine answers that starts from the exported quantized checkpoint of these
-    weights.
-    """
+    """Rollouts of an engine that starts from the exported quantized checkpoint of these weights."""
     folder = tmp_path / "exported"
     settings = make_settings(live.format, vllm={"model": str(folder), "load_format": "safetensors"})
     write_engine_folder(live.model.folder, folder, settings.quantization)

@@ -38,9 +38,7 @@ class Recorder:
 
 
 def run_trainer() -> dict[str, Any]:
-    """vLLM's trainer side as far as it goes without a GPU: its sources, its settings, its
-    refusal.
-    """
+    """vLLM's trainer side as far as it goes without a GPU: its sources, its settings, its refusal."""
     shape = ModelShape.from_hf(MODELS["qwen3"] | {"vocab_size": 102})
     hf = random_hf(shape)
     found = {}

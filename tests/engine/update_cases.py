@@ -70,8 +70,8 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
 
 
 def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
-    """Of tokens that samples have read: how many came with other experts than the engine chooses at
-    once.
+    """Count tokens of samples that came with other experts than the engine chooses for
+    the whole sequence.
     """
     numbers = {}
     prefilled = engine.samples.prefilled
@@ -122,7 +122,7 @@ def run_layerwise(engine: Engine, tensors: dict[str, torch.Tensor], without: str
 
 
 def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
-    """What vLLM does by itself: experts that have a kernel are not packed again."""
+    """Keep the kernels of experts, as vLLM does by itself: they are not packed again."""
     experts = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kernels = [layer.quant_method.moe_kernel for layer in experts]
     restore = reload.restore_checkpoint_layout

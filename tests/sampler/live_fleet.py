@@ -76,11 +76,11 @@ class LiveFleet:
         return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
 
     def keep_cache(self, keep: bool) -> None:
-        """What an update does to the keys and values of open answers from here on."""
+        """Set whether an update keeps the keys and values of open samples."""
         self.sampler._replicas._state.keep_cache = keep
 
     def open(self) -> list[int]:
-        """How many samples each server works on."""
+        """Number of open samples of each server."""
         return [one["open"] for one in self.sampler.health()["engines"]]
 
     @contextmanager
@@ -100,8 +100,8 @@ class LiveFleet:
             yield rollouts
 
     def reference(self, seed: int, rollout: Rollout) -> np.ndarray:
-        """Logprobs of an answer by another implementation, of the weights before they were
-        quantized.
+        """Logprobs of an answer by another implementation, of the weights before
+        they were quantized.
         """
         prompt = list(rollout.prompt.token_ids)
         answer = list(rollout.token_ids)

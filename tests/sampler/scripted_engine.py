@@ -1,5 +1,5 @@
-"""An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as it is
-told.
+"""An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as
+it is told.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Several embedded engines: every prompt is answered once, and all serve the same version, whatever
-befalls one.
+"""Several embedded engines: every prompt is answered once, and all serve the same version,
+whatever befalls one.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""Prompts that the embedded engine answers for one thread, while another one asks it other
-things.
-"""
+"""Prompts that the embedded engine answers for one thread, while another one asks it other things."""
 
 from collections.abc import Iterator
 
@@ -29,7 +27,7 @@ def test_prompts_that_come_in_mid_update_wait_for_its_end(live: Live) -> None:
     live.write(3)
     version = live.next_version
     live.sampler.start_weight_update()
-    with pytest.raises(SamplerError, match="has begun and is not finished"):
+    with pytest.raises(SamplerError, match="is not finished"):
         live.rollouts()
     with live.collecting(first=False) as rollouts:
         assert live.sampler.health()["open"] == 0
@@ -38,25 +36,6 @@ def test_prompts_that_come_in_mid_update_wait_for_its_end(live: Live) -> None:
     assert versions_of(rollouts) == {version}
     assert {one.versions for one in rollouts} == {None}
     live.update(1)
-
-
-@pytest.mark.fault(
-    "the embedded engine is killed while prompts are answered in the background; and in mid-update",
-    "another one takes its place, started by one of the threads; every group comes once",
-)
-def test_a_killed_engine_loses_no_group(live: Live) -> None:
-    first = live.sampler.policy_version
-    with live.collecting():
-        live.until_open()
-        live.kill()
-        assert live.sampler.health()["policy_version"] == first, (
-            "both threads have noticed, one has started another"
-        )
-        assert live.sampler.stats.restarts == 1
-    with live.collecting() as rollouts:
-        live.update(2, "killed_while_building")  # the main thread waits for the new weights
-    assert live.sampler.stats.restarts == 2
-    assert versions_of(rollouts) <= {first, first + 1}
 
 
 @pytest.mark.fault(
@@ -82,7 +61,7 @@ def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
 
 
 def test_closing_ends_whoever_waits_and_launching_begins_anew(live: Live) -> None:
-    """What Ctrl-C in the main thread comes to; nobody starts another engine."""
+    """Close while samples are open, as Ctrl-C in the main thread does; no engine is restarted."""
     restarts = live.sampler.stats.restarts
 
     def close_in_mid_answer() -> None:

@@ -1,6 +1,4 @@
-"""What every engine promises, however it is reached: a scripted one, a child by its socket, a
-server by its port.
-"""
+"""Contract of every engine: a scripted one, a child by its socket, a server by its port."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator

@@ -1,4 +1,4 @@
-"""What the configuration makes of vLLM's arguments, and of the engine's folder."""
+"""Arguments of vLLM by the configuration, and the engine's folder."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A child's socket and a server's port: connections that end, and what can be seen of a server from
-outside.
+"""A child's socket and a server's port: connections that end, and what can be seen of a
+server from outside.
 """
 
 import asyncio
@@ -70,8 +70,8 @@ def behind_a_port(
     instances: Iterable[bytes] = (),
     key: str = "k" * 32,
 ) -> Any:
-    """A server that answers each transmission by the next line of its script, bytes as they are on
-    the wire.
+    """A server that answers each transmission by the next line of its script, bytes as they are
+    on the wire.
     """
     asked: list[Frames] = []
     names = iter(instances)

@@ -1,5 +1,5 @@
-"""Cached prefixes: a prompt is prefilled once per policy version, and none of an old version is
-answered from.
+"""Cached prefixes: a prompt is prefilled once per policy version, and none of an old version
+is answered from.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ def test_a_prompt_is_prefilled_once_per_version(live: Live) -> None:
 
 
 def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
-    """The old version's blocks stay in use by its open answers; half of the samples wait for room
-    meanwhile.
+    """The old version's blocks stay in use by its open answers; half of the samples wait
+    for room meanwhile.
     """
     live.update(1)
     old = ask(live)
@@ -88,8 +88,8 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
 
 
 def test_the_turns_of_a_conversation_prefill_what_was_added(live: Live) -> None:
-    """Linear in turns: of each the engine has what it wrote and read before, but for the last
-    block.
+    """Linear in turns: of each the engine has what it wrote and read before, but for
+    the last block.
     """
     added = 12
     turns = 6

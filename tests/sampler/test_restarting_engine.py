@@ -1,5 +1,5 @@
-"""An embedded engine that dies comes back with its weights, and the call that it died in gives the
-same answers.
+"""An embedded engine that dies comes back with its weights, and the call that it died in gives
+the same answers.
 """
 
 import os
@@ -63,9 +63,7 @@ def test_it_comes_back_with_its_weights(
     assert live.sampler.stats.restarts == MAX_RESTARTS
 
     live.kill()
-    with pytest.raises(
-        SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"
-    ):
+    with pytest.raises(SamplerError, match=r"after 3 restarts: .*SIGKILL"):
         live.rollouts()
     assert {path.name for path in tmp_path.glob("*.log")} == {
         f"sampler{n}.log" for n in ("", "_1", "_2", "_3")

@@ -1,4 +1,4 @@
-"""What becomes of an engine's answer."""
+"""Rollouts from an engine's completions."""
 
 from array import array
 

@@ -1,5 +1,5 @@
-"""An engine of two workers: both load every update, or neither does. One of them killed:
-tests/faults.
+"""An engine of two workers: both load every update, or neither does. One of
+them killed: tests/faults.
 """
 
 import os
@@ -25,8 +25,8 @@ def leftovers() -> set[str]:
 
 
 def has_ended(session: int) -> bool:
-    """A killed process is there until somebody has collected it, which is the system's business for
-    grandchildren.
+    """A killed process is there until somebody has collected it, which is the system's
+    business for grandchildren.
     """
     try:
         os.killpg(session, 0)

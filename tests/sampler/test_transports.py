@@ -1,5 +1,5 @@
-"""`nccl` to several engines: vLLM's two sides and everything of ours, with gloo in the place of
-NCCL alone.
+"""`nccl` to several engines: vLLM's two sides and everything of ours, with gloo in the place
+of NCCL alone.
 """
 
 import os

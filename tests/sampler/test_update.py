@@ -38,7 +38,7 @@ def several(*scripts: dict[str, Any]) -> tuple[list[Replica], list[str]]:
 
 
 async def loaded(updates: Updates, **info: Any) -> Any:
-    """What became of version 1."""
+    """Take the steps of an update to version 1."""
     await updates.begin()
     await updates.stage(
         {
@@ -52,7 +52,7 @@ async def loaded(updates: Updates, **info: Any) -> Any:
 def swapped(
     *scripts: dict[str, Any], transport: Transport = Transport.file
 ) -> tuple[SamplerState, list[Replica], list[str], Any]:
-    """What became of the engines, and what an update returned or raised."""
+    """Update engines; return them, and the result or the error."""
     replicas, events = several(*scripts)
 
     async def use(state: SamplerState) -> tuple[SamplerState, Any]:
@@ -309,9 +309,7 @@ def test_an_update_that_cannot_begin_says_why():
 
 
 def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None:
-    """One dies in an update; another has started in its place before the last of them has staged
-    it.
-    """
+    """An engine that dies in an update is restarted before the slowest engine has staged it."""
 
     async def use(state: SamplerState) -> None:
         staged = asyncio.Event()

@@ -29,7 +29,7 @@ def replied(frames: Iterable[dict[str, Any]], value: Any = SAMPLE) -> bytes:
 
 
 class ToldLine(Line):
-    """What is sent is kept; a test says what is received."""
+    """Line that keeps what is sent, and receives what a test says."""
 
     def __init__(self, answer: Callable[[Frames], bytes | None] = lambda frames: None) -> None:
         super().__init__()

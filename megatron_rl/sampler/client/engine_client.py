@@ -65,7 +65,7 @@ class _Reply(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """What is decided by; the rest is only told."""
+    """Checked fields of a status; the others are only reported."""
 
     policy_version: Version = NO_VERSION
     torn: bool = False
@@ -291,7 +291,7 @@ class EngineClient:
         return kind(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
 
     def _end(self, reason: str) -> None:
-        """What is asked comes to nothing, now and later."""
+        """Fail all requests, now and later."""
         if self._gone is None:
             self._gone = EngineGone(f"{self.name}: {reason}")
         for asked in self._asked.values():

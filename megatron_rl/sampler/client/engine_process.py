@@ -143,7 +143,7 @@ class EngineProcess:
         return self._process.returncode
 
     def ended(self) -> str | None:
-        """How it ended; None while it runs."""
+        """Describe its end; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -190,8 +190,8 @@ def _opened(log_path: Path | None) -> Iterator[BinaryIO | None]:
 def engine_environment(
     workers: int = 1, devices: str | None = None, cores: str = ALL_CORES
 ) -> dict[str, str]:
-    """This process's environment without what is the learner's, and the engine's share of the
-    machine.
+    """This process's environment without what is the learner's, and the engine's share
+    of the machine.
     """
     inherited = {
         name: value
@@ -211,9 +211,7 @@ def engine_environment(
 
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
-    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per
-    worker.
-    """
+    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
     listed = own_cores() if cores == ALL_CORES else cores.split(",")
     if workers == 1 or (cores == ALL_CORES and (len(listed) < workers or BINDING in os.environ)):
         return {}
@@ -226,9 +224,7 @@ def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
 
 
 def visible_devices(wanted: str | None) -> dict[str, str]:
-    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts
-    them.
-    """
+    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
     if wanted is None:
         return {}
     seen = visible()

@@ -1,5 +1,5 @@
-"""Interface of any engine (generate, update, sleep, values, status), however reached; its answers
-and errors.
+"""Interface of any engine (generate, update, sleep, values, status), however reached; its
+answers and errors.
 
 One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for
 each. Everything here is asynchronous, and used from one event loop. `EngineClient`
@@ -48,7 +48,7 @@ class RequestRefused(SamplerError):
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at an engine has shown."""
+    """Result of a look at an engine."""
 
     alive: bool
     slow: str = ""  # why it does not answer at once
@@ -72,7 +72,7 @@ class WrittenCall:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled sequence."""
+    """Sampled sequence."""
 
     token_ids: array[int]
     logprobs: array[float]  # NaN where there is none
@@ -136,8 +136,8 @@ class Engine(Protocol):
         ...
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
-        """A step of a weight update. WeightSyncError: the version is refused, and the one before
-        serves on.
+        """A step of a weight update. WeightSyncError: the version is refused, and the one
+        before serves on.
 
         `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await`
         (until it is checked), `finish` (`keep_cache`, `stand`; what it cost), and `resume` where
@@ -156,13 +156,13 @@ class Engine(Protocol):
     async def values(
         self, kind: Kind, sequences: Sequence[Sequence[int]], version: int
     ) -> list[Any]:
-        """What the engine's modules put out for sequences, for diagnosis."""
+        """Outputs of the engine's modules for sequences, for diagnosis."""
         ...
 
     async def status(self) -> Mapping[str, Any]: ...
 
     async def look(self) -> Look:
-        """Whether it answers, or at least works."""
+        """Look whether it answers, or at least works."""
         ...
 
     async def close(self) -> None: ...

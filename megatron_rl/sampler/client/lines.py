@@ -22,8 +22,8 @@ LONGEST_ERROR = 600  # characters of what a server says: it may quote what was s
 
 
 class Line(ABC):
-    """How transmissions travel. `received` is called with each that comes, `ended` once, with the
-    reason.
+    """Transport of transmissions. `received` is called with each that comes, `ended` once,
+    with the reason.
 
     `reopened`: what was not replied to has to be sent again.
     """
@@ -87,8 +87,8 @@ class SocketLine(Line):
 
 
 class PortLine(Line):
-    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened
-    once more.
+    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is
+    opened once more.
     """
 
     checked = True
@@ -208,7 +208,7 @@ class PortLine(Line):
 
 
 def _closing(connection: aiohttp.ClientWebSocketResponse) -> str:
-    """Why the other side has ended the conversation; empty where it has only stopped."""
+    """Reason of the other side for closing; empty if it has only stopped."""
     error = connection.exception()
     if error is not None and not isinstance(error, (aiohttp.ClientError, ConnectionError)):
         return f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
