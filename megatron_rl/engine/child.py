@@ -16,13 +16,8 @@ from typing import Any
 
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.service import Frame, Service, described
+from megatron_rl.processes import process
 from megatron_rl.processes.channel import Channel, ChannelClosed
-from megatron_rl.processes.process import (
-    die_with_parent,
-    end_own_group,
-    keep_to,
-    leave_to_the_driver,
-)
 
 
 class ParentLine:
@@ -43,7 +38,7 @@ class ParentLine:
             while True:
                 service.ask(self, self.receive())
         except ChannelClosed:
-            end_own_group()
+            process.end_own_group()
 
 
 def run(
@@ -55,9 +50,9 @@ def run(
     """The process's whole life. `opened`: what is done once there is an engine, and before the
     parent hears of it.
     """
-    die_with_parent(parent)
-    leave_to_the_driver()
-    keep_to(cores)
+    process.die_with_parent(parent)
+    process.leave_to_the_driver()
+    process.keep_to(cores)
     try:
         _serve(ParentLine(descriptor), opened)
     except ChannelClosed:
@@ -65,7 +60,7 @@ def run(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        end_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
+        process.end_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
 
 
 def _serve(line: ParentLine, opened: Callable[[Engine, Service], None]) -> None:

@@ -20,22 +20,10 @@ from typing import Any, BinaryIO
 
 from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
+from megatron_rl.processes import process, scratch
 from megatron_rl.processes.environment import compiled_code, without_secrets
 from megatron_rl.processes.gpu_driver import VISIBLE, visible
-from megatron_rl.processes.process import (
-    ALL_CORES,
-    SHORT_SPIN,
-    describe_end,
-    for_the_driver_alone,
-    free_port,
-    own_cores,
-)
-from megatron_rl.processes.scratch import (
-    SHARED_MEMORY,
-    remove_segments,
-    remove_with_it,
-    segments_of_session,
-)
+from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end
 from megatron_rl.sampler.client.interface import SamplerError
 
 LOG_LINES_SHOWN = 15
@@ -100,7 +88,7 @@ class EngineProcess:
     def __init__(self, settings: ProcessSettings, key: str = "", restarts: int = 0) -> None:
         self.settings = settings
         self._segments: set[str] = set()
-        self.port = settings.port or (free_port() if settings.listens else 0)
+        self.port = settings.port or (process.free_port() if settings.listens else 0)
         self.log_path = settings.log_path
         if self.log_path is not None and restarts and not settings.listens:
             self.log_path = self.log_path.with_stem(f"{self.log_path.stem}_{restarts}")
@@ -115,7 +103,7 @@ class EngineProcess:
         if settings.listens:
             command += [settings.host, str(self.port)]
             environment |= {"VLLM_API_KEY": key}
-        with theirs, _opened(self.log_path) as log, for_the_driver_alone():
+        with theirs, _opened(self.log_path) as log, process.for_the_driver_alone():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -159,9 +147,9 @@ class EngineProcess:
     def note_shared_memory(self) -> None:
         """Note the memory that its workers share now: an engine that is killed leaves it behind."""
         if self.settings.workers > 1:
-            found = segments_of_session(self.pid) - self._segments
+            found = scratch.segments_of_session(self.pid) - self._segments
             self._segments |= found
-            remove_with_it(SHARED_MEMORY / name for name in found)
+            scratch.remove_with_it(scratch.SHARED_MEMORY / name for name in found)
 
     def end(self) -> None:
         """End the engine and its workers; safe in any state."""
@@ -169,7 +157,7 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(REAP_S)
-        remove_segments(self._segments)
+        scratch.remove_segments(self._segments)
 
     def log_end(self) -> str:
         if self.log_path:
@@ -212,7 +200,7 @@ def engine_environment(
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
     """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
-    listed = own_cores() if cores == ALL_CORES else cores.split(",")
+    listed = process.own_cores() if cores == ALL_CORES else cores.split(",")
     if workers == 1 or (cores == ALL_CORES and (len(listed) < workers or BINDING in os.environ)):
         return {}
     share = max(1, len(listed) // workers)
