@@ -175,11 +175,9 @@ def _data(values: Values, told: Accounts) -> None:
         values["eval.every"] = 0
     if values.get("=template"):
         values["data.template"] = {}
-    if (
-        "wandb" in str(values.get("=wandb", ""))
-        or values.get("=wandb") is True
-        or values.get("=wandb_named")
-    ):
+    if "wandb" in str(values.get("=wandb")) or values.get("=wandb") is True:
+        values["log.wandb"] = "auto"
+    if values.get("=wandb_named"):
         values["log.wandb"] = "auto"
 
 

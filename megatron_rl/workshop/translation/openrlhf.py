@@ -108,13 +108,9 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
     bounds = keys.raw(BOUNDS)
     if bounds is None:
         return 0.5, 5.0
-    words = (
-        bounds.split()
-        if isinstance(bounds, str)
-        else bounds
-        if isinstance(bounds, list | tuple)
-        else [bounds]
-    )
+    if isinstance(bounds, str):
+        bounds = bounds.split()
+    words = bounds if isinstance(bounds, list | tuple) else [bounds]
     single = keys.given(LEVEL) or keys.given(FIRST_BOUND)
     several = "two numbers, low and high" + ", or high alone" * single
     keys.refuse_if(

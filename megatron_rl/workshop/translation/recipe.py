@@ -135,9 +135,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
                         f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}"
                     )
             elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
-                told.missing[f"{name}: {_short(value)}"] = (
-                    row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
-                )
+                told.missing[f"{name}: {_short(value)}"] = row.why or f"see {', '.join(row.to)}"
     return values
 
 
@@ -146,14 +144,6 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
         name = next(one for one in rules.rows if "loss.name" in one.to)
         return bool(flat.get(name.theirs, name.default) == row.when_loss)
     return not (row.when and not flat.get(row.when)) and not (row.unless and flat.get(row.unless))
-
-
-def _choices(row: Row) -> str:
-    return ", ".join(
-        dict.fromkeys(
-            str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)
-        )
-    )
 
 
 def _set(values: Values, row: Row, name: str, value: Any) -> bool:
