@@ -8,7 +8,6 @@ import pytest
 from tiny_engine import make_config, make_model
 
 from megatron_rl.config.schema import (
-    Cache,
     Device,
     EvalSection,
     Format,
@@ -22,7 +21,7 @@ from megatron_rl.sampler.engine_settings import (
     engine_arguments,
     write_engine_folder,
 )
-from megatron_rl.sampler.replicas import Replicas, process_settings
+from megatron_rl.sampler.replicas import process_settings
 
 
 def test_arguments_follow_the_config(tmp_path):
@@ -88,15 +87,6 @@ def test_each_engine_of_several_gets_its_format(tmp_path):
     )
     assert [Path(one.arguments["model"]).name for one in started] == ["int8", "none"]
     assert [one.log_path.name for one in started] == ["sampler.log", "sampler-2.log"]
-
-
-@pytest.mark.parametrize("cache", list(Cache))
-def test_the_recipe_says_whether_open_answers_keep_their_cache(cache):
-    config = make_config()
-    settings = EngineSettings.from_config(
-        replace(config, rollout=replace(config.rollout, in_flight_cache=cache))
-    )
-    assert Replicas(settings, 17, print)._state.keep_cache == (cache is Cache.keep)
 
 
 def test_the_folder_holds_the_quantized_config_and_the_tokenizer_of_tool_calls(tmp_path):
