@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Entry, read_index
 from megatron_rl.checkpoint.torch_dist.reader import Reader, read_saved
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.models.mapping import find
 from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.runs.run_dir import open_run
 
-YAML = "run: {name: run}"
+YAML = to_yaml(from_mapping({"run": {"name": "run"}}))
 EVIDENCE = "executed"
 
 

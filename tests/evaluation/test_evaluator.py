@@ -118,8 +118,8 @@ def test_what_a_set_does_not_say_is_the_section_s_or_the_run_s() -> None:
     ("override", "key"),
     [
         ("eval.sets.a.pth=x", "eval.sets.a.pth: unknown"),
-        ("eval.sets={a/b: {path: x}}", "eval.sets is a/b"),
-        ("eval.sets.a={samples: 0}", "eval.sets.a.samples: 0"),
+        ("eval.sets={a/b: {path: x}}", "a/b"),
+        ("eval.sets.a={samples: 0}", "eval.sets.a.samples is 0"),
         ("eval={samples: 2, temperature: 0}", "eval.samples: 2"),
     ],
 )

@@ -25,20 +25,6 @@ def reward(place: Path, *lines: str) -> None:
     )
 
 
-def test_answers_that_a_warm_start_would_cut_are_counted(place: Path, command: Command) -> None:
-    given = (
-        *rows(place, "1" * 7, "2" * 8, "3" * 9),
-        "rollout.max_response_tokens=8",
-        "rollout.source=dataset",
-    )
-    said = command.dry_run(*given)
-    assert (
-        "rollout.max_response_tokens: 8, but 2 of 3 answers of rows.jsonl are longer, with the "
-        "token that" in said
-    )
-    assert "answers of rows.jsonl" not in command.dry_run(*given, "rollout.max_response_tokens=10")
-
-
 def test_prompts_that_are_left_out_are_counted(place: Path, command: Command) -> None:
     # of which 10+0= and more have 5
     given = (

@@ -166,7 +166,7 @@ def main() -> None:
     anchor_BT = learner.logprobs(batch)
     targets = targets_of(batch, anchor_BT)
     padded = targets_of(filled, anchor_BT)
-    packs = learner._packs(batch, range(len(batch)))
+    packs = learner._work(batch, range(len(batch))).packs
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: bare(learner, packs),
         "update": lambda: learner.update(targets),

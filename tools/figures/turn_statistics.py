@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.rollout_correction.correction import rollout_correction
-from megatron_rl.rollout_correction.weights import mix_share
 
 TURN = 2
 TURNS = 3
@@ -40,9 +39,6 @@ KINDS = {
     "prefix, min": WeightConfig(level="prefix", aggregate="min", high=None),
     "sequence, geometric": WeightConfig(level="sequence", aggregate="geometric", high=None),
     "sequence": WeightConfig(level="sequence", high=None),
-    "token, mixed for 95 %": WeightConfig(
-        level="token", high=None, target_ess=0.95, target_by="mix"
-    ),
     "token, cap 2": WeightConfig(level="token", high=2.0),
     "turn, cap 2": WeightConfig(level="turn", high=2.0),
     "prefix, cap 2": WeightConfig(level="prefix", high=2.0),
@@ -71,15 +67,8 @@ class Sessions:
 
     def weights(self, weight: WeightConfig) -> Tensor:
         logprobs = self.logprobs(False), self.logprobs(True)
-        config = CorrectionConfig(weight=replace(weight, target_ess=None))
-        weights_BT = rollout_correction(*logprobs, self.mask_BT, config, self.turns_BT).weights_BT
-        if weight.target_ess is None:
-            return weights_BT
-        chances_BT = self.chances(True)[:, None] * self.mask_BT
-        mean, square = (
-            float((chances_BT * weights_BT**power).sum() / chances_BT.sum()) for power in (1, 2)
-        )
-        return self.mask_BT * (1 + mix_share(mean, square, weight.target_ess) * (weights_BT - 1))
+        config = CorrectionConfig(weight=weight)
+        return rollout_correction(*logprobs, self.mask_BT, config, self.turns_BT).weights_BT
 
 
 def make_sessions(noise: float, seed: int = 0) -> Sessions:

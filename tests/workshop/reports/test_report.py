@@ -78,8 +78,10 @@ def from_elsewhere(path: Path) -> list[str]:
 def test_several_runs_stand_side_by_side(runs):
     loaded = load_runs(runs)
     assert config_differences(loaded) == {
-        "quantization.format": ["int8", "none"],
+        "correction.preset": ["tis", "none"],
         "correction.weight.level": ["token", "none"],
+        "quantization.format": ["int8", "none"],
+        "quantization.preset": ["int8", "none"],
     }
     html = page(loaded)
     assert "Configuration differences" in html

@@ -227,7 +227,7 @@ class Experiment:
         model = self.learner.model
         self.batch = random_batch(options, model.shape.vocab)
         self.targets = targets_of(bench, self.batch)
-        self.packs = self.learner._packs(self.batch, range(len(self.batch)))
+        self.packs = self.learner._work(self.batch, range(len(self.batch))).packs
         each = costs.operations(model, PROMPT + options.response)
         self.head_flops = each.head
         self.body_flops = options.rows * (PROMPT + options.response) * each.body
