@@ -1,6 +1,4 @@
-"""Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is
-called.
-"""
+"""Commands of `megatron-rl`: one per module, which imports its implementation when called."""
 
 import argparse
 import os
@@ -13,9 +11,7 @@ from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
 def workshop(module: str) -> ModuleType | None:
-    """A module of megatron_rl/workshop/; None where there is no workshop, which the core does
-    without.
-    """
+    """A module of megatron_rl/workshop/; None if that package is not installed."""
     if find_spec("megatron_rl.workshop"):
         return import_module(f"megatron_rl.workshop.{module}")
     return None

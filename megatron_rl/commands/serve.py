@@ -1,6 +1,4 @@
-"""Arguments and checks of `megatron-rl serve`: serve.py then runs a vLLM engine server for the
-fleet of another run.
-"""
+"""Arguments and checks of `megatron-rl serve`: an engine server for another run's fleet."""
 
 import argparse
 from typing import Any

@@ -96,9 +96,7 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
 def plan_run(
     config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()
 ) -> None:
-    """Print what a run would do, here or on a machine that is only named. `changed`: what is not as
-    in the base.
-    """
+    """Print the plan of a run, on this machine or a named one. `changed`: overrides of the base."""
     from megatron_rl.preflight.machine import named
 
     config, checked = _checked(config, found, on=named(on) if on else None)
@@ -113,9 +111,7 @@ def plan_run(
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
-    """Checks a configuration, then runs it; `found` are the problems that its file has by
-    itself.
-    """
+    """Check a configuration, then run it; `found`: problems already found in its file."""
     if attempts < 1 or (attempts > 1 and ranks != "local"):
         raise ConfigError(
             f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again"
@@ -177,9 +173,7 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:
-    """Refuse a starter that has started more or fewer processes than the learner's layout has
-    places.
-    """
+    """Refuse a launcher whose number of processes differs from the learner's layout."""
     from megatron_rl.models.layout import Layout
 
     name = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE"
@@ -193,9 +187,7 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
 
 
 def _check_place(config: Config, dry: bool = False) -> list[str]:
-    """The data can be read, the run's directory is free, the rewards judge. Returns what there is
-    to say of it.
-    """
+    """Check the data, the run's directory and the rewards; return the notes."""
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir

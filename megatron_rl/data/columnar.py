@@ -1,6 +1,4 @@
-"""Rows of Parquet and Arrow files by index, checked at opening, mapped from a temporary copy in
-Arrow's own form.
-"""
+"""Rows of Parquet and Arrow files by index, checked at opening, mapped from a temporary copy."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,9 +22,7 @@ COPIED = 8 * PIECE  # rows that are copied together
 
 class ColumnRows(Rows):
     def __init__(self, key: str, path: Path) -> None:
-        """Check every value: text is UTF-8, and what has no plain form (dates, decimals) can be
-        written as text.
-        """
+        """Check every value: text is UTF-8, dates and decimals can be written as text."""
         self._key = key
         self._path = path
         try:

@@ -63,9 +63,7 @@ class ControlTokens:
         self._in_part = re.compile(rf"{spelled}|(?<!\S)(?={end})|(?={begin}\s*\Z)", re.IGNORECASE)
 
     def mark(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Mark what spells a control token in messages, or does so with the template's text around
-        it.
-        """
+        """Mark text in messages that spells a control token, alone or beside the template's."""
         found = []
         for one in messages:
             spared = self._parts if one.get("role") == "assistant" else ()
@@ -78,9 +76,7 @@ class ControlTokens:
         return found
 
     def mark_texts(self, value: Any, spared: Container[str] = (), whole: bool = False) -> Any:
-        """Mark the texts of a JSON value. `whole`: also one that is the inside of a control
-        token.
-        """
+        """Mark the texts of a JSON value. `whole`: also a text that is part of a control token."""
         if isinstance(value, Mapping):
             return {self.mark_texts(key): self.mark_texts(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -94,9 +90,7 @@ class ControlTokens:
         return text
 
     def rendered(self, text: str) -> str:
-        """Return what the template has made of marked messages, with marks where they are needed
-        alone.
-        """
+        """Clean a rendered template: keep the marks only where they are needed."""
         if ESCAPE not in text:
             return text
         parts = self._written.split(text)
@@ -112,9 +106,7 @@ class ControlTokens:
 
     @cached_property
     def _second(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer that has other names for control tokens, and the first one's ids of its
-        own.
-        """
+        """A tokenizer with other names for control tokens, and the map of its ids to the first."""
         names = {
             json.dumps(one, ensure_ascii=False): json.dumps(name)
             for one, name in self._names.items()

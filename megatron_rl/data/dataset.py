@@ -158,9 +158,7 @@ class Source(Sequence[Prompt]):
         return list(dict.fromkeys([*map(int, ranked), *kinds.values()]))
 
     def _kind(self, place: int) -> Any:
-        """The kind of conversation that a prompt is, as the template sees it; None for plain
-        text.
-        """
+        """The kind of conversation that a prompt is, to the template; None for plain text."""
         prompt = self._prompt(self._rows[int(self._kept[place])], int(self._kept[place]))
         if isinstance(prompt, str):
             return None

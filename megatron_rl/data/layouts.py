@@ -18,9 +18,7 @@ class Rows(ABC, Sequence[dict[str, Any]]):
     def place(self, index: int) -> str: ...  # where a row stands: `line 41 of FILE`
 
     def pairs(self, one: str, other: str) -> Iterator[tuple[str | None, str | None]] | None:
-        """Two columns that are text, where they can be read alone, which is much sooner done; else
-        None.
-        """
+        """Two text columns, if they can be read alone, which is much faster; otherwise None."""
         return None
 
 
@@ -50,9 +48,7 @@ _CONVERSATION = Layout("messages", "messages", "as NeMo-RL has it")  # which end
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:
-    """The column `name`, or, where there are dots in it, a value inside a column. LookupError says
-    what is there.
-    """
+    """The column `name`, or, with dots, a value inside a column. LookupError lists the columns."""
     if name in row:
         return row[name]
     found: Any = row

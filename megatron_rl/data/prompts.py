@@ -1,6 +1,4 @@
-"""Loads a configuration's data sets, checks them before a run, and draws prompts in a shuffled,
-resumable order.
-"""
+"""Loads and checks a configuration's data sets; draws prompts in a shuffled, resumable order."""
 
 import random
 from array import array
@@ -66,9 +64,7 @@ def load_held_out(
 
 
 def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
-    """One data set of several files. A prompt that stands in two stays in both: each gives the
-    share of its weight.
-    """
+    """A data set of several files. A prompt in two of them stays in both, each with its weight."""
     prompts: Any = Joined([part.prompts for part in parts])
     return Dataset(
         tuple(prompts) if len(prompts) <= AT_ONCE else prompts,

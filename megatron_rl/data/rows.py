@@ -1,8 +1,7 @@
-"""Rows of data files (.jsonl, .parquet, .arrow, a data set's folder) by index; every one is checked
-at opening.
+"""Rows of data files (.jsonl, .parquet, .arrow, a data set's folder) by index, checked at opening.
 
-A row is a JSON object in UTF-8: finite numbers, nothing nested deeper than `DEPTH`. One that is not
-is refused with its place. No row is kept, so that size is no matter.
+A row is a JSON object in UTF-8: finite numbers, no nesting deeper than `DEPTH`. Any other is
+refused with its place. Rows are not kept in memory, so that files may be of any size.
 """
 
 import bisect

@@ -1,6 +1,4 @@
-"""Tokenizer of a Hugging Face folder: renders chat templates, encodes prompts, decodes answers,
-names stop tokens.
-"""
+"""Tokenizer of a Hugging Face folder: chat templates, encoding, decoding, stop tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +16,7 @@ _CHARACTERS = 32
 
 
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face folder. Transformers is imported only for chat templates, and
-    never its torch.
-    """
+    """Tokenizer of a Hugging Face folder. Transformers (without torch) only for chat templates."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -56,9 +52,7 @@ class FolderTokenizer:
         return self.encode(marked(self._control.mark_texts(text)))
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
-        """What the model is to read: a prompt as it stands, or its messages in the chat template
-        with its `options`.
-        """
+        """The model's input: a plain prompt, or messages in the chat template with `options`."""
         if isinstance(prompt, str):
             return prompt
         try:
@@ -74,9 +68,7 @@ class FolderTokenizer:
     def render(
         self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool
     ) -> str:
-        """A conversation in the chat template; `opened`: up to where an answer begins. Raises what
-        jinja raises.
-        """
+        """Render a conversation; `opened`: with a generation prompt. Raises what jinja raises."""
         if tools:
             shown = {"tools": self._control.mark_texts(list(tools))}
         else:
@@ -161,9 +153,7 @@ def _template(folder: Path) -> str:
 
 
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json knows best, then config.json, then the
-    tokenizer.
-    """
+    """End-of-sequence ids: from generation_config.json, else config.json, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:

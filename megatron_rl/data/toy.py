@@ -88,9 +88,7 @@ SLIPS = 0.1  # of the terms that a warm start imitates
 
 
 def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dict[str, str]:
-    """The row as somebody answers who is off by one in this share of the terms, and counts on from
-    there.
-    """
+    """The row with wrong terms: this share of them is off by one, and so are all that follow."""
     terms = []
     off = 0
     for term in map(int, row["answer"].split()):
@@ -112,9 +110,7 @@ class ToyShape:
 
 
 def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips,
-    to be imitated.
-    """
+    """Write the counting task, and `slips.jsonl`: train.jsonl with errors, for warm starts."""
     counts = write_toy(folder, COUNTING, like=like)
     draw = random.Random(COUNTING.seed)
     rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
@@ -128,9 +124,7 @@ def write_toy(
     shape: ToyShape | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the
-    family to be of.
-    """
+    """Write `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: a model's config."""
     task = task or ToyTask()
     shape = shape or ToyShape()
     problems = task.problems()
@@ -166,9 +160,7 @@ def _write(texts: Mapping[Path, str]) -> None:
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A model of the same family, of sizes that two cores train; its four layers divide over a
-    pipeline.
-    """
+    """Config of a small model of the same family, for two cores; four layers allow a pipeline."""
     shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
     experts = {
         "num_experts": 4,
@@ -186,9 +178,7 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer.json that splits text into characters, of the kind that every family's own class
-    reads.
-    """
+    """Write a tokenizer.json that splits text into characters, readable by every family's class."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -247,9 +237,7 @@ def entries(
 
 
 def write_reasoning(folder: Path) -> dict[str, int]:
-    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`, which
-    share no question.
-    """
+    """Write `model/` (no weights), and disjoint `train.jsonl` and `test.jsonl`."""
     rows: dict[str, dict[str, Any]] = {}
     for _, entry in entries([REASONING], QUESTIONS_DRAWN, 1, REASONING_SETTINGS):
         rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
@@ -262,9 +250,7 @@ def write_reasoning(folder: Path) -> dict[str, int]:
 
 
 def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on `texts`, and config.json of a
-    model that reads it.
-    """
+    """Write a byte-level BPE tokenizer trained on `texts`, with chat template and config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

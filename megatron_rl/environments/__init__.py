@@ -1,3 +1,1 @@
-"""Environments: conversations of several turns between the policy and tools, simulators, or an
-agent of the user's.
-"""
+"""Environments: conversations of the policy with tools, simulators, or an agent of the user's."""

@@ -114,9 +114,7 @@ class Gateway:
         return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
 
     def end(self, name: str) -> list[asyncio.Task[Any]]:
-        """Cancel what is still asked. Raises what the engines have failed with, whatever the agent
-        has made of it.
-        """
+        """Cancel the session's open requests. Raises the engine's error, if there was one."""
         opened = self._sessions.pop(name)
         tasks = list(opened.tasks)
         for task in tasks:

@@ -1,6 +1,4 @@
-"""Environment `Calculator`: a question with one number as its answer, and a tool that calculates
-with whole numbers.
-"""
+"""Environment `Calculator`: questions with one number as answer, and an integer calculator."""
 
 import ast
 import operator

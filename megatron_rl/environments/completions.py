@@ -1,8 +1,7 @@
-"""OpenAI's chat completions: what a request may hold, with a sentence for what it may not, and the
-replies.
+"""OpenAI's chat completions: parses requests, refuses unsupported fields, writes replies.
 
-A field that would change an answer is done or refused. How tokens are drawn is the recipe's: such
-fields are ignored, as agents send them by habit, and so are those that say who asks.
+A field that would change a response is supported or refused. Sampling parameters are the recipe's:
+such fields are ignored, as agents send them by habit, and so are those that identify the client.
 """
 
 import json
@@ -167,9 +166,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write
-    all of it.
-    """
+    """Call with its name first, as sampled: clients reorder keys, and templates may print all."""
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
         read = read_arguments(arguments)

@@ -1,12 +1,11 @@
-"""Conversation: the exact tokens of a session's requests, as a tree whose branches are rows to
-train on.
+"""Conversation: exact tokens of a session's requests, as a tree whose branches are training rows.
 
-A request is the tokens before it, exactly as they were sampled, and the tokens of what was added.
-Text decides where it goes on: the chat template is asked for the whole conversation, and what it
-makes of it either begins with what it made of it before (the request then goes on there), or it
-does not: some templates leave earlier thinking out, some agents rewrite what was said. Then the
-conversation forks: where the texts part, a new branch begins. What was sampled is never tokenized
-again to be trained on; a token that several branches share is trained in the first of them.
+A request's tokens are those of the turn before, exactly as they were sampled, and those of the
+messages added since. Text decides which turn a request extends: the chat template renders the
+complete conversation, and if the result begins with the earlier rendering, the request extends that
+turn. Otherwise the conversation forks where the texts differ: some templates drop earlier thinking,
+some agents rewrite messages. Sampled tokens are never tokenized again for training; a token shared
+by several branches is trained in the first of them.
 """
 
 from __future__ import annotations
@@ -135,9 +134,7 @@ class Conversation:
         return [_row(leaf) for leaf in self.leaves]
 
     def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
-        """The turn whose answer these go on behind: of several the longest, of those one that said
-        what they have.
-        """
+        """The turn that these messages extend: of several, the longest with the same content."""
         found: list[Turn] = []
         for one in sorted(done, key=lambda one: (len(one.messages), one.number), reverse=True):
             n = len(one.messages)
@@ -221,9 +218,7 @@ class Conversation:
         return tokens + self._encoded(pending)
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
-        """How the template closes an answer that it does not end with a stop, and what it puts
-        behind the end.
-        """
+        """The template's end of a response that has no stop token, and the text after that end."""
         answer = _sentinel()
         _, found, rest = self._so_far([*turn.messages, answer], turn.tools).rpartition(
             answer["content"]
@@ -263,9 +258,7 @@ class Conversation:
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """The end of a conversation that was answered: the stop of the last answer, and what may
-        stand behind it.
-        """
+        """Pattern of a conversation's end: the stop of the last response, and text behind it."""
         stop = self._stop.pattern
         return re.compile(rf"({stop})(?:{stop}|\s)*\Z")
 
@@ -349,9 +342,7 @@ def _row(leaf: Turn) -> Row:
 
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:
-    """Of the tokens of a branch, as they were when each turn was sampled: a later one may have read
-    them anew.
-    """
+    """Routed experts of a branch's tokens as of each turn's sampling: later prefills may differ."""
     told = [
         turn.sampled.experts_SLK
         for turn in path

@@ -1,11 +1,9 @@
-"""Environment: interface of what a policy talks to for several turns; loads a recipe's class or
-agent, checks replies.
+"""Environment: interface of multi-turn tasks; loads a recipe's class or agent, checks replies.
 
-A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools`
-are plain typed Python functions, which are called for it. An agent is a coroutine function
-`run(base_url, row, **settings)`, or a class with such a method, whose constructor takes the
-settings: it holds the conversation itself, by OpenAI's API. docs/environments.md takes both to a
-run.
+A subclass begins a conversation (`reset`) and replies to a response (`step`); `tools` are plain
+typed Python functions, called when the policy calls them. An agent is a coroutine function
+`run(base_url, row, **settings)`, or a class with such a method whose constructor takes the
+settings: it runs the conversation itself, through OpenAI's API. See docs/environments.md.
 """
 
 import inspect
@@ -34,9 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows an answer. `step` may also return the first three, or four, of these as a
-    tuple.
-    """
+    """Reply to a response. `step` may also return its first three or four fields as a tuple."""
 
     messages: Sequence[Message] | str = ()  # a text: a message of the user
     reward: float | None = None  # None: none for this turn
@@ -46,9 +42,7 @@ class Step:
 
 
 class Environment:
-    """A conversation. One object holds one at a time, in a process of its own; `settings` of the
-    recipe are what its constructor is given.
-    """
+    """A conversation, alone in its process; the constructor takes the recipe's `settings`."""
 
     tools: Sequence[Tool] = ()
 
@@ -57,15 +51,11 @@ class Environment:
         return row["prompt"]
 
     def step(self, answer: Answer) -> Step | tuple[Any, ...]:
-        """What follows an answer without tool calls: by default the end, and the recipe's reward
-        judges the answer.
-        """
+        """Reply to a response without tool calls. By default the end, and the reward judges it."""
         return Step(done=True)
 
     def close(self) -> float | None:
-        """Called at the conversation's end, whatever that was; a number is added to the last turn's
-        reward.
-        """
+        """Called when the conversation ends; a number is added to the last turn's reward."""
         return None
 
 
@@ -78,9 +68,7 @@ class Loaded:
 
 
 def load(name: str) -> Loaded:
-    """`package.module:Class`, or `path/file.py:function`; LookupError says what is wrong with the
-    name.
-    """
+    """Load `package.module:Class` or `path/file.py:function`; LookupError describes the problem."""
     from megatron_rl.rewards.functions import imported
 
     found = imported(name)

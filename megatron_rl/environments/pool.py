@@ -39,15 +39,11 @@ NURSERIES = 3
 
 
 class EnvironmentFailed(RuntimeError):
-    """The environment has raised something, was too late, or has died: this conversation cannot go
-    on.
-    """
+    """The environment raised, timed out or died: this conversation cannot continue."""
 
 
 class NurseryGone(EnvironmentFailed):
-    """It died, and what it has forked with it: of no conversation's doing, so that it costs none of
-    them a try.
-    """
+    """The fork server died, and its children with it: costs no conversation one of its tries."""
 
 
 class _About(msgspec.Struct):
@@ -171,9 +167,7 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 class EnvironmentPool:
-    """As many processes as conversations are open at once; sessions.Player keeps to
-    `environment.sessions`.
-    """
+    """Pool of one process per open conversation; `environment.sessions` is the limit."""
 
     def __init__(self, config: EnvironmentSection) -> None:
         self._config = config
@@ -186,9 +180,7 @@ class EnvironmentPool:
         self.closed = False
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The nursery that lives, and the way to it; fails, with the key's name, where the class
-        cannot be made.
-        """
+        """The running fork server and its socket; an error names the key if it cannot start."""
         with self._starting:
             nursery = self._nursery
             control = self._control
@@ -255,9 +247,7 @@ class EnvironmentPool:
         self._log.close()
 
     def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:
-        """With it end all processes that it has forked; whoever asks one of them sees the end of
-        its stream.
-        """
+        """End the fork server and its children; pending calls see the end of their stream."""
         if nursery is not self._nursery:
             return  # another has taken its place
         self._nursery = None

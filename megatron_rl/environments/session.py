@@ -61,9 +61,7 @@ class Transcript:
 
     @property
     def messages(self) -> str:
-        """What was asked in the last branch, as JSON: without its last answer, which is in
-        `answer`.
-        """
+        """Messages of the last branch as JSON, without its last response, which is in `answer`."""
         leaves = self.conversation.leaves
         if leaves:
             return json.dumps(leaves[-1].messages, ensure_ascii=False)
@@ -91,10 +89,9 @@ class TemplateRefuses(Exception):
 
 
 class Policy:
-    """The policy's side of one session: each request goes to the engines, each answer into the
-    transcript.
+    """The policy's side of a session: sends requests to the engines, records their responses.
 
-    Templates and tokenizers work in threads, so that a long conversation holds no other one up.
+    Templates and tokenizers work in threads, so that a long conversation does not block the others.
     """
 
     def __init__(
@@ -125,10 +122,9 @@ class Policy:
         stops: Sequence[str] = (),
         most_calls: int | None = None,
     ) -> AsyncIterator[Answered]:
-        """The policy's answer: a turn once the block has ended well, else an answer that was never
-        read.
+        """The policy's response: a turn if the block ends well, otherwise an unread response.
 
-        Nothing goes on behind the latter, and no row holds it.
+        Nothing extends an unread response, and no row holds it.
         """
         transcript = self.transcript
         rules = self.rules
@@ -168,9 +164,7 @@ class Policy:
             self.transcript.counts["answers_unread"] += 1
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """Do a piece of work in a thread, those of one session in their order; begun, it is done to
-        its end.
-        """
+        """Run work in a thread, in order within a session; once begun, it runs to its end."""
 
         async def begun() -> T:
             async with self._order, self.rules.workers:
@@ -216,9 +210,7 @@ class Policy:
         stops: Sequence[str],
         most_calls: int | None,
     ) -> Answered:
-        """The message and the end that an answer has in the conversation; nothing goes on behind it
-        yet.
-        """
+        """The message of a response in the conversation; no turn extends it yet."""
         ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
         decode = self._tokenizer.decode_all
         completion, stop = ended(
@@ -269,9 +261,7 @@ def size_of(value: Any) -> float:
 
 
 class EnvironmentSession:
-    """One conversation with an environment: played to its end, or step by step by whoever has the
-    user's turns.
-    """
+    """A conversation with an environment: played to its end, or turn by turn by the caller."""
 
     def __init__(
         self, policy: Policy, process: EnvironmentProcess, rules: Rules, tokenizer: FolderTokenizer
@@ -326,9 +316,7 @@ class EnvironmentSession:
             self.messages.insert(0, {"role": "system", "content": self._rules.system})
 
     async def answer(self) -> Answered:
-        """What the policy says next; see Policy.answer. Nothing is rendered that has no room in the
-        context.
-        """
+        """The policy's next response; see Policy.answer. Refuses oversized requests early."""
         if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(
             self._rules.context_tokens, 4096
         ):
@@ -358,9 +346,7 @@ class EnvironmentSession:
         return []
 
     async def _follow(self, answered: Answered) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
-        """What follows an answer: what the turn came to, and the messages to add; None: the session
-        is over.
-        """
+        """The turn's record and the messages to add; None if the session is over."""
         transcript = self._policy.transcript
         completion = answered.completion
         begun = time.perf_counter()

@@ -1,8 +1,7 @@
-"""Sampler of whole conversations: plays sessions side by side, a failed one again; a rollout a
-branch, with its credit.
+"""Sampler of whole conversations: plays sessions in parallel, retries failed ones, assigns credit.
 
-To whoever collects batches a session is asked for as any answer is. The engines are a Sampler's
-(sampler.py).
+Collectors request a session as they request a single response; each of its branches is a rollout.
+The engines are a Sampler's (sampler.py).
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ class Sessions:
         first_group: int,
         step: int,
     ) -> list[Rollout]:
-        """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its
-        index.
-        """
+        """Rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its index."""
         return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
     def answering(
@@ -165,9 +162,7 @@ class SessionsAnswering:
             self._done.put(error)
 
     def finished(self) -> list[list[Rollout]]:
-        """The groups that are complete by now, each by sample; waits for one. Empty: nothing is
-        open any more.
-        """
+        """Return the complete groups; waits for at least one. Empty: no session is open."""
         if not self._open:
             return []
         key = "session_timeout_s" if self._player.agents else "tool_timeout_s"
@@ -215,9 +210,7 @@ class Player:
         self.agents = self._gateway is not None
 
     async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
-        """The rows of one session; begun again where its environment fails: once, and whenever all
-        have died.
-        """
+        """Rows of one session, begun again if its environment fails or its fork server died."""
         async with self._room:
             left = TRIES
             for attempt in range(TRIES + NURSERIES):
@@ -282,9 +275,7 @@ def rollouts(
     section: EnvironmentSection,
     served: int,
 ) -> list[Rollout]:
-    """A row for each branch; one without tokens, of the version that is served, where nothing was
-    sampled.
-    """
+    """A rollout per branch; if nothing was sampled, an empty one of the current policy version."""
     rows = transcript.conversation.rows()
     counts = {**transcript.counts, "forks": max(0, len(rows) - 1)}
     session = Session(
@@ -341,9 +332,7 @@ def _branch(
 
 
 def credit(row: Row, session: Session, section: EnvironmentSection) -> list[float] | None:
-    """What each token's return differs from the session's reward (`turns`), or its advantage
-    (`environment`).
-    """
+    """Per-token credit: return minus session reward (`turns`), or advantage (`environment`)."""
     if section.credit == Credit.outcome:
         return None
     if section.credit == Credit.environment:

@@ -1,10 +1,8 @@
-"""Stops of a request: where an answer ends before the policy has ended it, by text that the agent
-has named.
+"""Stops of a request: ends a response at the first text that the agent names as a stop.
 
-The engine samples on, as it sees tokens alone; an answer is cut when it is complete. It keeps the
-tokens up to the one that completes the first stop: those are what has ended it, and what vLLM's own
-server would have sampled. What comes behind has had no effect and is no part of the row. The text
-ends where the stop begins.
+The engine samples on, as it sees tokens alone; a response is cut when it is complete. It keeps the
+tokens up to the one that completes the first stop: vLLM's own server would have sampled the same.
+Later tokens had no effect and are no part of the row. The text ends where the stop begins.
 """
 
 from bisect import bisect_left
@@ -39,11 +37,9 @@ def ended(
     decode: Callable[[Sequence[int]], str],
     parser: str | None,
 ) -> tuple[Completion, str | None]:
-    """The answer as it ends at the first of these stops, and which one that is; as it is where it
-    holds none.
+    """The response up to the first of these stops, and that stop; unchanged if it holds none.
 
-    `ids`: its tokens, less the stop tokens at their end. An answer whose tool calls are cut is text
-    alone.
+    `ids`: its tokens without final stop tokens. A response whose tool calls are cut is text alone.
     """
     whole = decode(ids)
     found = [one for one in stops if one in whole]

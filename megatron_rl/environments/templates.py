@@ -1,6 +1,4 @@
-"""Checks of a model's chat template for conversations: whether turns append or fork, which parser
-reads its calls.
-"""
+"""Checks of a model's chat template: whether turns append or fork, the parser of its tool calls."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +27,7 @@ WRITES = (
 
 
 def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
-    """The parser that the recipe names, or that the chat template shows; ConfigError where it shows
-    none.
-    """
+    """The parser that the recipe names or the template implies; ConfigError if neither does."""
     if section.tool_parser != AUTO:
         known = fields_of("vllm", ("tool_parsers/__init__.py",), ("_TOOL_PARSERS_TO_REGISTER",))
         if known and section.tool_parser not in known:

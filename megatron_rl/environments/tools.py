@@ -1,8 +1,7 @@
-"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments;
-worker.py calls.
+"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments.
 
-A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks
-its arguments itself.
+A function with an attribute `schema`, in OpenAI's format, is shown with that one and checks its
+arguments itself. worker.py calls the tools.
 """
 
 import inspect

@@ -65,9 +65,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether it is an agent, and the tools that it has; an environment is made once, to see that
-    it can be.
-    """
+    """Kind (agent or environment) and tools of the loaded name; makes an environment as a check."""
     if loaded.make is None:
         assert loaded.agent is not None
         inspect.signature(loaded.agent(**settings)).bind("", {})
@@ -174,9 +172,7 @@ class Conversation:
         return {"messages": _plain(messages), "advantage": advantage, **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the policy is to read, and whether the call has failed: a failure is something to be
-        answered.
-        """
+        """Call a tool; a failure becomes text for the policy too."""
         try:
             text = _cut(as_text(self._settled(self._tools.bound(name, arguments)())))
         except TooLate:

@@ -41,9 +41,7 @@ def reads_last(names: Iterable[str]) -> int | None:
 
 
 def resolve(name: str) -> Reward:
-    """A module of this room, or a function of the user's; LookupError says what is wrong with the
-    name.
-    """
+    """A module of megatron_rl/rewards or a user's function; LookupError describes the problem."""
     if name in VERIFIERS:
         try:
             return importlib.import_module(f"megatron_rl.rewards.{name}").reward
@@ -62,9 +60,7 @@ def resolve(name: str) -> Reward:
 
 
 class Rewards:
-    """The weighted sum of what the rewards say. The first that applies has the verdict, unless one
-    is late.
-    """
+    """Weighted sum of rewards. The verdict is the first applicable one, unless one is late."""
 
     def __init__(self, weights: Mapping[str, float], wrong: float) -> None:
         self._parts = [(name, resolve(name), weight) for name, weight in weights.items()]
@@ -104,16 +100,12 @@ class Rewards:
 
 
 def places() -> list[str]:
-    """Folders searched for the user's reward modules, after installed ones: the working folder, and
-    the recipe's.
-    """
+    """Folders searched for user modules after installed ones: the working folder, the recipe's."""
     return list(dict.fromkeys([os.getcwd(), os.environ.get(RECIPE_FOLDER) or os.getcwd()]))
 
 
 def load(name: str) -> Reward:
-    """`package.module:function` or `path/file.py:function`; LookupError says what is wrong with
-    it.
-    """
+    """Load `package.module:function` or `path/file.py:function`; LookupError if that fails."""
     found = imported(name)
     if not callable(found):
         raise LookupError(f"{name!r} is {type(found).__name__}, not a function")
@@ -125,9 +117,7 @@ def load(name: str) -> Reward:
 
 
 def imported(name: str) -> Any:
-    """What the user's `package.module:name` or `path/file.py:name` is; LookupError where it cannot
-    be imported.
-    """
+    """Import the user's `package.module:name` or `path/file.py:name`; LookupError if that fails."""
     where, _, function = name.rpartition(":")
     sys.path += [place for place in places() if place not in sys.path]
     try:

@@ -1,8 +1,6 @@
-"""Verifier `math_dapo`: the last `Answer: ...` in the last 300 characters, compared as text once
-both are normalised.
+"""Verifier `math_dapo`: compares the last `Answer: ...` in the last 300 characters, normalized.
 
-The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with
-published ones.
+The normal form is Minerva's, as verl applies it, so that scores compare with published ones.
 """
 
 import re

@@ -42,9 +42,7 @@ TOO_LATE = 30  # ... and so many late ones among them end the run
 
 
 class RewardsHang(RuntimeError):
-    """Nearly every answer misses the deadline: a run would wait for hours and learn from
-    nothing.
-    """
+    """Nearly every response misses the deadline: a run would wait for hours and learn nothing."""
 
     process = "the reward workers"
     hint = (
@@ -80,9 +78,7 @@ class _Reply(msgspec.Struct):
 
 
 class RewardPool:
-    """Worker processes; `score` returns one Score for each task, in their order. Several threads
-    take turns.
-    """
+    """Worker processes; `score` returns one Score per task, in order. Threads take turns."""
 
     def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
@@ -138,9 +134,7 @@ def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[
 
 
 def check_called(config: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises where the user's reward gives none of these rows a score, called as in a run, with the
-    row's answer.
-    """
+    """Raise if the user's reward scores none of these rows with the row's own answer."""
     tasks = [
         Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key)
         for one in prompts
@@ -200,9 +194,7 @@ class _Worker:
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
-        """Score in order. An answer that a worker died with is judged once more: a kill changes no
-        score.
-        """
+        """Score in order. A task that a worker died with is judged again: kills change no score."""
         scores: list[Score] = []
         again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
@@ -228,9 +220,7 @@ class _Worker:
         return messages
 
     def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
-        """Scores of these tasks, or of the first of them up to one that the worker did not
-        survive.
-        """
+        """Scores of these tasks, or of the first ones if the worker dies on the way."""
         if self._closed:  # by another thread, with tasks left
             return [Score(0.0, Verdict.error, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
@@ -285,9 +275,7 @@ class _Worker:
         return scores
 
     def close(self) -> None:
-        """Ends the worker for good. A thread that waits for its answer sees the end of its
-        channel.
-        """
+        """End the worker for good. A thread that waits for a reply sees the end of its channel."""
         self._closed = True
         process = self._process
         if process is not None and process.poll() is None:

@@ -1,6 +1,4 @@
-"""Types of our rewards: Task (row, response) in, Judgement (verdict, score) out; `verifier` calls
-cut answers wrong.
-"""
+"""Types of our rewards: Task (row, response), Judgement (verdict, score); `verifier`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +9,7 @@ from megatron_rl.types import Verdict
 
 @dataclass(frozen=True)
 class Task:
-    """One answer to judge. A row has its prompt and its answer under `prompt_key` and
-    `answer_key`.
-    """
+    """A response to judge, with its data row, whose keys are `prompt_key` and `answer_key`."""
 
     row: Mapping[str, Any]
     response: str

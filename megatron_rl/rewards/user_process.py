@@ -1,6 +1,4 @@
-"""Starts processes for the user's code (rewards, environments), reached by a socket; limits memory
-and output.
-"""
+"""Starts processes for user code (rewards, environments) on a socket; limits memory and output."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def user_process(
 def first_reply(
     channel: Channel, start: Mapping[str, Any], largest: int, died: str
 ) -> dict[str, Any]:
-    """What such a process says once it has imported the user's module; `error`, where it could
-    not.
-    """
+    """First reply of such a process, once the user's module is imported; `error` if it failed."""
     path = [os.getcwd(), *filter(None, sys.path), *places()]
     try:
         channel.send(
@@ -75,9 +71,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 class RewardLog:
-    """What rewards or environments print goes to the run's log, up to a limit: an answer cannot
-    fill the disk.
-    """
+    """Output of rewards and environments in the run's log, limited to protect the disk."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()  # neither is inherited: a worker is given a copy
@@ -90,9 +84,7 @@ class RewardLog:
         return self._end.fileno()
 
     def _relay(self) -> None:
-        """Copy what workers print; read on after the limit, as a worker that nobody reads would
-        wait.
-        """
+        """Copy the workers' output; after the limit, discard it: a full pipe would block them."""
         left = MOST_BYTES
         while data := os.read(self._read, LOG_CHUNK):
             if left > 0:

@@ -1,9 +1,8 @@
-"""Reward worker, which `pool.py` starts: judges tasks from its channel, sends scores back;
-environments begin so too.
+"""Reward worker, started by `pool.py`: judges tasks from its channel and sends scores back.
 
-`python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. A reward is user code and may run
-programs that a model wrote: none of them inherits the channel, so that nothing but this loop
-answers.
+`python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. Environment processes start the same
+way. A reward is user code and may run programs that a model wrote: none of them inherits the
+channel, so that nothing but this loop replies.
 """
 
 import hashlib

@@ -53,20 +53,14 @@ class RewardError(RuntimeError):
 
 
 class Answering(Protocol):
-    """Prompts that are being answered, for one thread; others may ask the sampler for other things
-    meanwhile.
-    """
+    """Prompts in generation, for one thread; others may call the sampler for other requests."""
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its
-        index.
-        """
+        """Add prompts behind those before; a prompt's group is `first_group` plus its index."""
         ...
 
     def finished(self) -> list[list[Rollout]]:
-        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing
-        is open any more.
-        """
+        """Return the complete groups; wait for at least one. Empty: no prompt is open."""
         ...
 
     def close(self) -> None:
@@ -91,9 +85,7 @@ class Collected:
 
 
 class Collector:
-    """Draws prompts, has them answered and scored, and refills groups that cannot be learned
-    from.
-    """
+    """Draws prompts, has them sampled and scored, and replaces groups without a learning signal."""
 
     def __init__(
         self,
@@ -174,9 +166,7 @@ class Collector:
     def _least_refill(
         self, first: int, end: int, drawn: Mapping[int, Group], learnable: set[int]
     ) -> int:
-        """How large the next round is at least, were all of the groups that are still open before
-        `end` learnable.
-        """
+        """Smallest size of the next round, were all groups still open before `end` learnable."""
         before = [
             number for number in range(first, end) if number in learnable or number not in drawn
         ]
@@ -191,9 +181,7 @@ class Collector:
         return has_spread([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
-        """Whether the group's baseline will count it: the spread must be there without the
-        others.
-        """
+        """Return True if the group's baseline includes it: others must not decide the variance."""
         return one.error is None and (any(one.rollout.loss_mask) or not self._rebaseline)
 
     def _metrics(
@@ -348,9 +336,7 @@ class Scorer:
         return scored
 
     def _scores(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
-        """What each rollout is worth; a session that nobody has rewarded is judged by its last
-        answer.
-        """
+        """Scores of the rollouts; a session without a reward is judged by its last response."""
         own = [session_score(one.session) if one.session else None for one in rollouts]
         tasks = [
             _task(one, text)
@@ -402,9 +388,7 @@ def _task(rollout: Rollout, text: str) -> Task:
 
 
 class AtOnce:
-    """Prompts that one call answers, as soon as they are asked, in the clothes of those that are
-    being answered.
-    """
+    """Implementation of Answering in which one blocking call serves all prompts."""
 
     def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
         """`generate`: of prompts, and the group of the first."""
@@ -424,9 +408,7 @@ class AtOnce:
 
 
 class DatasetAnswers:
-    """The data set's own answers in a sampler's clothes: the supervised warm start runs the same
-    loop.
-    """
+    """Sampler that returns the data set's own answers: supervised warm start runs the same loop."""
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,4 @@
-"""Scores of sessions, from the rewards that their environments gave; metrics of a step's sessions
-and their turns.
-"""
+"""Scores of sessions from their environments' rewards; metrics of a step's sessions and turns."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

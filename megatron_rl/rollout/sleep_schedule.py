@@ -1,10 +1,8 @@
-"""Sleep and wake calls to engines that share GPUs with the learner, around a step's answers and
-each sync.
+"""Sleep and wake calls to engines that share GPUs with the learner, around generation and syncs.
 
-They sleep from their start to the first sync, so that they start alone, and from the last answer of
-a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free
-while the update is staged, and nothing can be asked of an engine before the new version is
-complete.
+Engines sleep from their start to the first sync, so that they start alone, and from the last
+response of a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's
+memory is free while the update is staged, and engines take no request before the sync is complete.
 """
 
 from collections.abc import Iterator
@@ -18,9 +16,7 @@ SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
 
 
 class SleepSchedule:
-    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no
-    sleep.
-    """
+    """Sleep schedule of an engine that shares GPUs with the learner; no-op if sleep is disabled."""
 
     def __init__(self, sampler: Sampler, mode: Sleep) -> None:
         self._sampler = sampler
@@ -28,9 +24,7 @@ class SleepSchedule:
         self._asleep = False
 
     def sleep(self) -> None:
-        """Put the engine to sleep: once it has started, and after the last request before a sync.
-        See `wake`.
-        """
+        """Put the engine to sleep: after its start, and after the last request before a sync."""
         if self._level is not None and not self._asleep:
             self._sampler.sleep(self._level)
             self._asleep = True
@@ -42,9 +36,7 @@ class SleepSchedule:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes
-        on refusing.
-        """
+        """Wake the engine around a sync. If the sync fails, the cache sleeps on: requests fail."""
         if self._asleep:
             self._sampler.wake([WEIGHTS])
         yield

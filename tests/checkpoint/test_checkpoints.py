@@ -1,6 +1,4 @@
-"""Checkpoints as folders: whole ones are found, torn ones are named and passed over, those that may
-go do.
-"""
+"""Checkpoints as folders: complete ones are found, incomplete ones skipped, old ones removed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a stranger may have put into a checkpoint: it is named, and nothing runs, leads out, or
-grows.
-"""
+"""Hostile checkpoints: each is refused by name; none runs code, leaves its folder or grows."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Attack:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a good checkpoint of step 2; the working folder is where an attack would leave
-    evidence.
-    """
+    """A run with a good checkpoint of step 2; attacks would leave traces in the working folder."""
     monkeypatch.chdir(tmp_path)
     run, _ = open_run(tmp_path / "run", IfExists.refuse, YAML)
     assert run.lock is not None

@@ -1,6 +1,4 @@
-"""What a learner has saved: megatron-core reads it, and a disk that is full in the middle takes
-nothing away.
-"""
+"""Saved checkpoints: megatron-core reads them, and a full disk destroys no earlier one."""
 
 from __future__ import annotations
 

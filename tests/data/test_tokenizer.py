@@ -1,6 +1,4 @@
-"""Chat templates and texts of any length: what is encoded, and how much of it before a run is
-started.
-"""
+"""Chat templates and texts of any length: token ids, and the share encoded before a run."""
 
 import json
 from pathlib import Path

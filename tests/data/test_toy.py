@@ -1,6 +1,4 @@
-"""The tasks made without a network: split without overlap, alike each time, read through their
-tokenizers.
-"""
+"""The generated tasks: disjoint splits, equal each time, read through their tokenizers."""
 
 import itertools
 import json

@@ -87,9 +87,7 @@ def folder_of(
     special: Sequence[str] = SPECIAL,
     stops: Sequence[str] = SPECIAL[1:],
 ) -> Path:
-    """A model folder with this chat template, and a byte-level tokenizer that has its special
-    tokens.
-    """
+    """A model folder with this chat template, and a byte-level tokenizer of its special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -159,9 +157,7 @@ class Talk:
         return message
 
     def check_added(self, turn: Turn) -> None:
-        """What stands between the answer before and this one is all that the template writes
-        there.
-        """
+        """Check that the tokens between two responses are exactly the template's."""
         before = turn.parent
         if before is None or before.sampled is None:
             return
@@ -194,9 +190,7 @@ class Talk:
         )
 
     def sampled(self) -> list[int]:
-        """Anything a policy may write: words tokenized as nobody would, thinking, half characters;
-        ended or cut.
-        """
+        """Arbitrary samples: unusual tokenizations, thinking, partial characters; ended or cut."""
         draw = self.random
         ids = list[int]()
         if draw.random() < 0.4:
@@ -266,9 +260,7 @@ class Talk:
 
 
 def play(talk: Talk, tools: bool = True) -> Counter[str]:
-    """A conversation as environments hold it, or, now and then, as an agent does that rewrites and
-    goes back.
-    """
+    """A conversation of an environment, or, at times, of an agent that rewrites or goes back."""
     draw = talk.random
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": "What is 12 + 30?"}]
     if draw.random() < 0.3:

@@ -1,6 +1,4 @@
-"""Environments, tools and agents that behave, and that do not: what tests name in
-`environment.name`.
-"""
+"""Well-behaved and faulty environments, tools and agents for `environment.name` in tests."""
 
 import json
 import os
@@ -14,9 +12,7 @@ from megatron_rl.environments.environment import Answer, Environment, Step
 
 
 class Guess(Environment):
-    """Ends with a right answer, or with the last try; what it is told to do before is the row's
-    `how`.
-    """
+    """Ends with a right answer or the last try; first does what the row's `how` requests."""
 
     def __init__(self, tries: int = 3) -> None:
         self.tries = tries

@@ -1,6 +1,4 @@
-"""A policy that says what it is told, in the place of a sampler: what sessions ask of it, and
-when.
-"""
+"""A scripted policy in place of a sampler: records the sessions' requests and their times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The gateway for agents: OpenAI's own client against it, its key, its limits, and what it
-refuses.
-"""
+"""The gateway for agents: OpenAI's own client against it, its key, its limits, its refusals."""
 
 import json
 import logging

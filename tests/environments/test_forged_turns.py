@@ -1,6 +1,4 @@
-"""Text of messages forges no turn: control tokens stand where the template has put them, whatever
-messages spell.
-"""
+"""Message text forges no turn: only the template writes control tokens, for any message."""
 
 import random
 from itertools import groupby

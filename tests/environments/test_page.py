@@ -1,6 +1,4 @@
-"""docs/environments.md: what a newcomer types is taken, and its commands run as they stand on the
-page.
-"""
+"""docs/environments.md: its examples are accepted, and its commands run unchanged."""
 
 from pathlib import Path
 

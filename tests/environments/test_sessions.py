@@ -1,6 +1,4 @@
-"""Sessions of environments and tools: rows, rewards, bounds, and every way in which an environment
-may fail.
-"""
+"""Sessions of environments and tools: rows, rewards, limits, and failures of environments."""
 
 import signal
 from pathlib import Path

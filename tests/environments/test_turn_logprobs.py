@@ -1,5 +1,4 @@
-"""One pass of the learner over a conversation's row: each turn has the logprobs that the engine
-drew it with.
+"""Logprobs of the learner's pass over a conversation's row: equal to the engine's in each turn.
 
 All of it happens in one process (`turn_cases.py`), in which the learner may change torch.
 """

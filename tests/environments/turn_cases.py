@@ -1,5 +1,4 @@
-"""Conversations with live engines, and what a learner's single pass over their rows says of each
-turn.
+"""Conversations with live engines, and the learner's logprobs of each turn from a single pass.
 
 Writes JSON. A process of its own, in which the learner may change torch.
 """

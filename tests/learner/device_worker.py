@@ -1,6 +1,4 @@
-"""Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a
-device refuses.
-"""
+"""Jobs of the learner's workers on a device: a run's use of a learner, and refused operations."""
 
 import json
 from collections.abc import Callable
@@ -32,9 +30,7 @@ from megatron_rl.weight_sync.whole_source import WholeSource
 
 
 def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Scores, syncs and updates, a save while the optimizer makes room, the next update again from
-    there, an export.
-    """
+    """Scores, syncs, updates, a save with an offloaded optimizer, a resumed update, an export."""
     assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
     batch = make_batch()
     root = Path(job["root"])

@@ -33,9 +33,7 @@ def at_a_time(columns: int | None) -> Iterator[None]:
 
 
 def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
-    """Largest differences to what held logits give, in values, gradients, and the supports; over
-    all packs.
-    """
+    """Largest differences from full logits in values, gradients and supports, over all packs."""
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     # pipeline stages and replicas have the same, or their own
     packs = learner._work(batch, range(len(batch))).packs

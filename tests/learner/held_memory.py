@@ -1,6 +1,4 @@
-"""What a learner's rank really holds: bytes of storages, and of tensors that autograd saves, at
-their peak.
-"""
+"""Peak bytes of a learner's rank: storages, and tensors that autograd saves."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,9 +12,7 @@ from megatron_rl.learner.learner import Learner
 
 
 class Saved:
-    """Every storage that waits for a backward pass, once; those of parameters and of logits
-    apart.
-    """
+    """Storages saved for a backward pass, counted once; parameters and logits separately."""
 
     def __init__(self, learner: Learner) -> None:
         self._parameters = {

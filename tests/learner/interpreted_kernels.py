@@ -1,8 +1,7 @@
-"""The learner's Triton kernels against the same in torch: by Triton's interpreter on a CPU, or on a
-GPU.
+"""The learner's Triton kernels against torch: by Triton's interpreter on a CPU, or on a GPU.
 
 `test_kernels.py` and `tests/gpu` run this file in a process of its own: Triton decides at its
-import whether it interprets. The interpreter cuts BF16 results off where a GPU rounds them.
+import whether it interprets. The interpreter truncates BF16 results where a GPU rounds them.
 """
 
 from collections.abc import Iterator
@@ -106,9 +105,7 @@ def test_logits_of_ids() -> None:
 
 
 def test_logits_that_are_no_numbers() -> None:
-    """A tile of -inf is no probability; one NaN makes all of its row NaN, and nothing of
-    another's.
-    """
+    """A tile of -inf has probability zero; one NaN makes its own row NaN, and no other."""
     logits_NV, labels_N, share = example("ragged last tile", torch.float32)
     logits_NV[0, :1100] = -torch.inf
     logits_NV[1, 1500] = torch.nan

@@ -1,8 +1,7 @@
-"""What the learner's tests share: tiny models, batches, and running ranks in processes of their
-own.
+"""Shared cases of the learner's tests: tiny models, batches, ranks in their own processes.
 
-Ranks never run inside the test process: the host profile changes torch for the whole process.
-B rows, S positions, T response positions.
+Ranks never run inside the test process: the CPU profile changes torch for the whole process. B
+rows, S positions, T response positions.
 """
 
 import json
@@ -231,9 +230,7 @@ def folders_of(
     dtype: torch.dtype = torch.float32,
     moved: bool = False,
 ) -> dict[str, Path]:
-    """Random models written by transformers. `moved`: with norms and biases away from their trivial
-    starts.
-    """
+    """Random models written by transformers. `moved`: with non-trivial norms and biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = {}
@@ -256,9 +253,7 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
-    """Of the answers, by another implementation, with gradients; among the kept tokens, where the
-    batch has them.
-    """
+    """Response logprobs by another implementation, with gradients; among kept tokens if given."""
     batch = batch or make_batch()
     kept, counts = (
         iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N)
@@ -342,9 +337,7 @@ def run_ranks(
 
 
 def run(temporary: Any, one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results by name of jobs for one rank and for two. `temporary`: pytest's factory of
-    folders.
-    """
+    """Results by name of jobs for one rank and for two. `temporary`: pytest's folder factory."""
     return run_ranks(1, one, temporary.mktemp("one_rank")) | run_ranks(
         2, two, temporary.mktemp("two_ranks")
     )

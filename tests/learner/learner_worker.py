@@ -1,6 +1,4 @@
-"""One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came
-out.
-"""
+"""Rank process: builds a Learner for each job in a list and runs it; rank 0 writes the results."""
 
 import gc
 import hashlib
@@ -120,9 +118,7 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Updates, each with a sync's and a checkpoint's look at the learner while its optimizer is
-    elsewhere.
-    """
+    """Updates with syncs and checkpoints between them, while the optimizer is offloaded."""
     batch = make_batch()
     found = []
     kept = []
@@ -155,9 +151,7 @@ def _digest(learner: Learner) -> str:
 
 
 def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """The only update on a batch, all of whose rows are trained on: `scored` before it, or by its
-    own forward pass.
-    """
+    """Update on a batch that trains all rows: `scored` before it, or by its own forward pass."""
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
     found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
@@ -210,9 +204,7 @@ def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, and whether the output layer gives the FP32 product of what goes in; False where
-    it rounds.
-    """
+    """Two updates; True if the output layer returns FP32 products, False if it rounds."""
     exact = []
 
     def look(
@@ -233,9 +225,7 @@ def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Against the choices of another engine, and against those with one expert of two tokens
-    exchanged.
-    """
+    """Flips against another engine's experts, and with one expert of two tokens exchanged."""
     batch = make_batch()
     chosen_BSLK = load_file(job["chosen"])["chosen"]
     found = [learner.router_flips(batch, chosen_BSLK)]
@@ -252,9 +242,7 @@ def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
-    """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below
-    the policy.
-    """
+    """A minibatch of rejected, counted rows; its reference is 0.5 below the policy."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
     targets = make_targets(batch, before_BT)
@@ -346,9 +334,7 @@ def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What the learner saw of the norms' outputs, over all ranks; a second pass has nothing left
-    from the first.
-    """
+    """Norm outputs recorded over all ranks; a second pass has nothing left from the first."""
     batch = make_batch()
     learner.keep_reference()
     learner.reference_logprobs(batch)  # another policy's activations
@@ -393,9 +379,7 @@ def dead_rank(learner: Learner, job: dict[str, Any]) -> str:
 
 
 def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates; then what was there is written, or what another learner wrote is read; then two
-    more.
-    """
+    """Two updates, then a write of the state or a read of another learner's, then two more."""
     batch = make_batch()
     folder = Path(job["checkpoint"])
     targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
@@ -421,9 +405,7 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
-    """Each quantized layer against itself without its quantized weight: other outputs, the same
-    gradients.
-    """
+    """Each layer with and without its quantized weight: other outputs, the same gradients."""
     learner.logprobs(make_batch())
     random = torch.Generator().manual_seed(1)
     found = {}

@@ -1,6 +1,4 @@
-"""A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of
-it all.
-"""
+"""A learner with given adapters: logprobs, gradients of the adapters, and merged weights."""
 
 import hashlib
 from pathlib import Path
@@ -26,9 +24,7 @@ BETA = 0.9  # Adam's first, megatron-core's default here
 
 
 def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """`adapters`: a file of them, by PEFT's names; `out`: a folder for what is too much for an
-    answer.
-    """
+    """`adapters`: file with PEFT's names; `out`: folder for results too large for a reply."""
     batch = make_batch()
     out = Path(job["out"])
     given = load_file(job["adapters"])
@@ -95,9 +91,7 @@ def write_state(learner: Learner, folder: Path) -> None:
 
 
 def _whole(learner: Learner, format: Format) -> dict[str, torch.Tensor]:
-    """All that a sync sends, on rank 0: its writers are several where there are stages, or experts
-    elsewhere.
-    """
+    """All tensors of a sync, on rank 0: pipeline stages and expert ranks write their own."""
     source = ShardSource(learner.model, learner.groups, format, ("lm_head",))
     mine = {
         name: tensor.clone() for name, tensor in source.tensors(dict(learner.named_parameters()))

@@ -1,11 +1,10 @@
-"""A device that only pretends: host memory whose tensors claim to lie on a GPU, and refuse to meet
-others as its do.
+"""Mocked device: CPU memory whose tensors claim to be on a GPU, and refuse to mix with CPU ones.
 
-Its tensors are ordinary ones, so that views, `.data`, autograd and what C++ does with them alias as
-ever. A mark on their storage says that they lie there: questions (`.device`, `device=`, `.cpu()`)
-are answered by it, and every operation, collectives among them, compares the marks of what it is
-given and marks what it makes. While `on_device()` is open a learner is built and used as on a GPU;
-what computes inside it are the host's layers.
+Its tensors are ordinary ones, so that views, `.data`, autograd and C++ code alias as ever. A mark
+on their storage places them on the device: queries (`.device`, `device=`, `.cpu()`) read the mark,
+and every operation, collectives among them, compares the marks of its arguments and marks its
+results. While `on_device()` is open a learner is built and used as on a GPU; the layers that
+compute are those of the CPU.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ _call = _Call()
 
 
 class _Asked(TorchFunctionMode):
-    """Answers where a tensor lies, and lets torch, which has no such device, make on the host what
-    is asked for.
-    """
+    """Reports a tensor's device, and creates tensors on the CPU, as torch lacks this device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -162,9 +159,7 @@ def _makes_there(func: Any, there: list[bool]) -> bool:
 
 
 def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
-    """Raise where one of them lies on the host: but for a number that is only read, and for
-    indices.
-    """
+    """Raise if an argument is on the CPU, except numbers that are only read, and indices."""
     read = [args[0], *args[2:]] if func in _INDEXED and lies_there(args[0]) else [args, kwargs]
     for tensor in _tensors(read):
         number = (
@@ -200,9 +195,7 @@ def _looking() -> Iterator[None]:
 
 
 def _backward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's way back through a graph, which asks for things, too, while `torch.autograd.backward`
-    itself is asked.
-    """
+    """torch's backward pass, whose own calls are allowed during `torch.autograd.backward`."""
     with _Asked():
         return plain(*args, **kwargs)
 

@@ -1,6 +1,4 @@
-"""Jobs of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would
-have chosen; and a mixture's layer beside vLLM's.
-"""
+"""Jobs of `learner_worker.py`: router replay with given experts, and an MoE layer beside vLLM's."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -98,9 +96,7 @@ def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
 
 
 def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What a run says of a step whose choices were the learner's own a moment ago, and then came to
-    harm.
-    """
+    """Metrics or error of a step that replays the learner's own choices with an injected fault."""
     batch = make_batch()
     chosen_BSLK = own_choices(learner, batch)
     before_BT = learner.logprobs(with_experts(batch, chosen_BSLK))

@@ -1,6 +1,4 @@
-"""A rank whose batch the driver alone holds: the same passes and updates as with the batch on every
-rank.
-"""
+"""A rank whose batch only the driver holds: passes and updates as with the batch on every rank."""
 
 from dataclasses import replace
 from typing import Any

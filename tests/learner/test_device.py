@@ -1,6 +1,4 @@
-"""What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can
-return its memory.
-"""
+"""Transfers to a device: one copy, equal values; a rank beside a sleeping engine frees memory."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Packs, rows, micro-batches, replicas and batches with nothing in them: alike on every layout, at
-every budget.
-"""
+"""Empty packs, rows, micro-batches, replicas and batches: alike on all layouts and budgets."""
 
 import math
 from typing import Any

@@ -1,6 +1,4 @@
-"""Logits that never exist as a whole: the numbers of held ones, on every layout, and what they
-take.
-"""
+"""Chunked logits: equal to full ones on every layout, in bounded memory."""
 
 from typing import Any
 

@@ -29,9 +29,7 @@ on_hosts = pytest.mark.skipif(
 
 @on_hosts
 def test_a_device_context_still_places_tensors() -> None:
-    """transformers builds its models under torch.device("meta"); elsewhere their buffers stay
-    uninitialised.
-    """
+    """transformers builds models under torch.device("meta"); other devices leave buffers unset."""
     said("megatron", ["-c", DEVICE_CONTEXT])
 
 

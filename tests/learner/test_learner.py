@@ -252,8 +252,7 @@ def test_training_moves_the_policy(one: dict[str, Any]) -> None:
 
 
 def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the batch's real tokens, the largest magnitude of each norm's output and of what
-    attention caches.
+    """Largest magnitude of each norm's output and of attention's cached values, over real tokens.
 
     [layer, norm, channel] and [layer, (key, value)].
     """

@@ -1,6 +1,4 @@
-"""What Transformer Engine's FP8 products ask of packs, and which kinds of scales the learner
-takes.
-"""
+"""Limits of Transformer Engine's FP8 products on packs, and the scale formats of the learner."""
 
 import pytest
 from hypothesis import given
@@ -45,9 +43,7 @@ def refused(section: LearnerSection) -> list[str]:
 def test_every_rank_s_tokens_are_whole_tiles(
     recipe: tuple[str | None, int], tp: int, sequence_parallel: bool, rows: set[int]
 ) -> None:
-    """Its own tokens feed every product; all tokens of the group feed the sums over tokens in the
-    backward pass.
-    """
+    """A rank's tokens feed every product; the group's tokens feed the backward pass's sums."""
     name, tile = recipe
     section = learner(name, tp, sequence_parallel=sequence_parallel)
     made = pack(make_batch(), sorted(rows), limits.pack_multiple(section))

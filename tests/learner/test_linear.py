@@ -34,9 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def norm(case: dict[str, Any]) -> float:
-    """Of the first update's gradient: what comes after has gone through BF16 roundings of its
-    own.
-    """
+    """Gradient norm of the first update; later ones include their own BF16 roundings."""
     return case["steps"][0]["optim/grad_norm"]
 
 

@@ -1,6 +1,4 @@
-"""Logprobs and entropy, chunked, among all tokens and among kept ones, against torch's own softmax
-in float64.
-"""
+"""Chunked logprobs and entropy, among all or kept tokens, against torch's softmax in float64."""
 
 import pytest
 import torch
@@ -51,9 +49,7 @@ def reference(
 def test_values_and_gradients(
     among_kept: bool, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both outputs, and of each alone. Nothing writes to the logits: at temperature 1 their FP32
-    copy is no copy.
-    """
+    """Both outputs, and each alone. The logits stay unchanged, also at temperature 1 in FP32."""
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     atol = 5e-5 if among_kept else 1e-5
     for seed in range(4):
@@ -118,9 +114,7 @@ def test_no_more_copies_are_alive_than_the_plan_counts(
 
 
 def test_shares_of_the_vocabulary_combine() -> None:
-    """What each rank contributes, put together without a process group; the last rank holds padding
-    only.
-    """
+    """Combine the ranks' statistics without a process group; the last rank has padding only."""
     logits_NV, labels_N, _ = example()
     # of which the last has none: 23 tokens
     ranks = 4
@@ -155,9 +149,7 @@ def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None
 @pytest.mark.parametrize("chunk", [40, 1 << 20])
 @pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (5, 0.7), (VOCAB, 0.5)])
 def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the filters as an engine applies them: the k highest, of those the first whose mass
-    reaches p.
-    """
+    """Against an engine's filters: the k highest, then the first of them whose mass reaches p."""
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     logits_NV, labels_N, kept_NK = example()
     logprobs_N, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, 0.8, kept_NK)

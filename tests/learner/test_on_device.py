@@ -1,8 +1,7 @@
-"""What the learner does on a device: the same numbers, and no value of one side is read into a
-tensor of the other.
+"""The learner on a mocked device: equal numbers, and no mixed CPU and device tensors.
 
-Weights, gradients, optimizer, packs and loss are there (pretended_device.py); syncs and checkpoints
-are made of them.
+Weights, gradients, optimizer, packs and loss are on the device (pretended_device.py), and syncs and
+checkpoints are made from them.
 """
 
 from typing import Any

@@ -77,17 +77,13 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
 
 
 def test_the_budget_goes_before_cost() -> None:
-    """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost
-    more.
-    """
+    """At equal cost three short rows would share a pack of 29 tokens; another pack costs more."""
     assert assign_rows([12, 12, 5, 20], 1, 25, attention=1.0, in_step=True) == [[[2, 3], [0, 1]]]
     assert assign_rows([12, 12, 5, 20], 1, 29, attention=1.0, in_step=True) == [[[3], [0, 1, 2]]]
 
 
 def test_long_rows_weigh_more_than_their_tokens() -> None:
-    """By tokens the long row's replica would get as many tokens as the other, and far more to
-    do.
-    """
+    """Balanced by tokens, the long row's replica would have far more work than the other."""
     lengths = [64, *[8] * 30]
     attention = 1 / 16
     slowest = {}

@@ -1,6 +1,4 @@
-"""Traces of chosen steps, bounded to the end of each pass; what is left where a GPU has no
-memory.
-"""
+"""Traces of chosen steps, cut at the end of each pass; the dump of a GPU out of memory."""
 
 import gzip
 import json

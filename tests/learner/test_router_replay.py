@@ -1,6 +1,4 @@
-"""Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every
-pass.
-"""
+"""Router replay: the learner uses the sampler's experts, on every layout, in every pass."""
 
 from itertools import count, cycle
 from pathlib import Path
@@ -89,9 +87,7 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs, and the gradient of their mean in the routers' weights, with the choice of experts
-    patched.
-    """
+    """Logprobs, and gradients of their mean in the routers, with a patched choice of experts."""
     model = cases.reference(folder)
     batch = routed_batch()
     topk = torch.topk

@@ -1,6 +1,4 @@
-"""What only the driver holds is passed and trained on as if every rank held it, and each replica
-gets its own rows.
-"""
+"""Batches that only the driver holds: trained as if on every rank; each replica gets its rows."""
 
 from typing import Any
 

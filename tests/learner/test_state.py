@@ -1,6 +1,4 @@
-"""A learner that reads what another one wrote goes on as that one would have, whatever their
-layouts.
-"""
+"""A learner that reads another's state continues exactly like it, on any pair of layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def _read(model: str, precision: str, writer: str, reader: str) -> bool:
-    """What one rank has written is read by all, in FP32; what others have, by themselves and by the
-    next in turn.
-    """
+    """FP32 states of one rank are read by all layouts; others by their own and the next."""
     layouts = LAYOUTS[model]
     following = layouts[(layouts.index(writer) + 1) % len(layouts)]
     return reader == writer or (precision == "fp32" and (writer == "one" or reader == following))

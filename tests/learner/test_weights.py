@@ -1,6 +1,4 @@
-"""One rounding more on every weight: as large as one, the same wherever a weight lies, and gone
-afterwards.
-"""
+"""A second rounding of every weight: as large as one, equal on all layouts, and reverted after."""
 
 from typing import Any
 

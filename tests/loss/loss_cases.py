@@ -1,6 +1,4 @@
-"""What the tests of losses and corrections are given: a loss's inputs after a correction, and parts
-of them.
-"""
+"""Inputs of the tests of losses and corrections: a loss's inputs after a correction, and parts."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def inputs_for(correction: Correction, advantages: list[float], **changes: Tenso
 
 
 def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
-    """Answers to one prompt of one token, by version 0 of the policy, where `fields` say nothing
-    else.
-    """
+    """Responses to one prompt of one token, by policy version 0, unless `fields` differ."""
     rows, columns = mask_BT.shape
     zeros_B = torch.zeros(rows, dtype=torch.int64)
     plain = {

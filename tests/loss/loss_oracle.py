@@ -1,8 +1,7 @@
-"""Values and gradients of every policy loss, worked out by hand for one token at a time in plain
-Python.
+"""Values and gradients of every policy loss, derived by hand, one token at a time, in plain Python.
 
 Each formula returns (loss, d loss / d pi) of a token from pi, the anchor a, the advantage A, the
-weight w and what it needs of its row; `expected` reduces them.
+weight w and values of its row; `expected` reduces them.
 """
 
 from __future__ import annotations
@@ -239,9 +238,7 @@ def coefficients(inputs: LossInputs, reduction: str, horizon: int) -> list[float
 def expected(
     inputs: LossInputs, config: LossConfig, reduction: str, horizon: int
 ) -> tuple[float, torch.Tensor]:
-    """The loss and its gradient with respect to logprobs_BT (and, for the entropy, -coef x
-    coefficient).
-    """
+    """The loss and its gradient in logprobs_BT (for the entropy, -coef x coefficient)."""
     pi = inputs.logprobs_BT.detach().double()
     anchor = inputs.anchor_logprobs_BT.double()
     gradient = torch.zeros_like(pi)

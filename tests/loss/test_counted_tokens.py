@@ -1,5 +1,4 @@
-"""Tokens that are counted and not trained on: their KL and entropy, and the means that `anchor:
-sampler` logs.
+"""Counted but untrained tokens: their KL and entropy, and the means of `anchor: sampler`.
 
 Shape legend: B sequences, T response positions.
 """
@@ -58,9 +57,7 @@ def rejecting(**keys: Any) -> Correction:
 
 
 def test_kl_and_entropy_count_rejected_tokens_and_the_policy_loss_does_not() -> None:
-    """k3 and the entropy of every response token over all of them, whatever the correction
-    rejects.
-    """
+    """k3 and entropy are means over all response tokens, rejected ones included."""
     some = inputs(rejecting())
     assert 0 < int(some.mask_BT.sum()) < int(MASK_BT.sum())
     loss, metrics = policy_loss(some, COUNTED)

@@ -77,9 +77,7 @@ def test_the_anchor_lies_between_sampler_and_policy(loss: LossConfig) -> None:
 
 
 def test_metrics_are_of_what_the_rules_in_the_loss_have_left() -> None:
-    """Of the ratio to the policy in between: fresh tokens are the sampler's, and none is
-    rejected.
-    """
+    """Metrics of the ratio to the proximal policy: fresh tokens are the sampler's, none masked."""
     rule = RejectRule(level="token", stat="ratio", low=0.9, high=1.1)
     for age in (0.0, 1.0):
         inputs = stale(3, age)

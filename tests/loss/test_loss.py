@@ -72,9 +72,7 @@ CONFIGS = {
 
 
 def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """Ragged rows in three prompts, some rejected tokens that stay in the denominators, an empty
-    row.
-    """
+    """Ragged rows of three prompts, rejected tokens that stay in the denominators, an empty row."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -183,9 +181,7 @@ def test_a_geometric_ratio_of_rows_is_gspo_and_one_turn_is_its_row() -> None:
 @pytest.mark.parametrize("to", ["sampler", "anchor"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_a_penalty_for_leaving_the_sampler_or_the_anchor(to: str, estimator: str) -> None:
-    """KL(mu || pi), from tokens that mu has written: 0 for a token that the sampler has not
-    reported.
-    """
+    """KL(mu || pi) from tokens sampled by mu: 0 for a token without a sampler logprob."""
     inputs = example(4)
     inputs.sampler_logprobs_BT[0, 1] = math.nan
     config = LossConfig(name="reinforce", kl_coef=0.3, kl_to=to, kl_estimator=estimator)
@@ -554,9 +550,7 @@ class TestCovariance:
             assert torch.equal(moved_BT[:, :10], plain_BT[order])
 
     def test_rounding_never_decides(self) -> None:
-        """Equal advantages leave every covariance at zero, up to a rounding error that padding
-        would change.
-        """
+        """Equal advantages have zero covariance, up to rounding that depends on padding."""
         generator = torch.Generator().manual_seed(2)
         config = LossConfig(name="kl_cov", params={"cov_fraction": 0.4})
         draws = set()

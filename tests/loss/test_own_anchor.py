@@ -67,9 +67,7 @@ CASES = [
 
 
 def scored(inputs: LossInputs, seed: int) -> Batch:
-    """Some answers have no score, some tokens no logprob of the sampler's, one group a lone
-    survivor.
-    """
+    """Responses without score, tokens without sampler logprob, a group with one survivor."""
     random = torch.Generator().manual_seed(seed)
     rows, columns = inputs.mask_BT.shape
     sampler_BT = inputs.logprobs_BT.detach() + 0.1 * torch.randn(rows, columns, generator=random)
@@ -87,9 +85,7 @@ def update(
     correction: CorrectionConfig,
     advantage: AdvantageConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
-    """Loss, gradient and metrics of a step whose rows come in two micro-batches, and of its
-    correction.
-    """
+    """Loss, gradient and metrics of a step in two micro-batches, and of its correction."""
     found, advantages_B = correct(anchor_BT, batch, correction, advantage)
     everything = replace(
         example(),

@@ -1,6 +1,4 @@
-"""Hugging Face folders in and out: the same bytes as the safetensors library, and clear words for
-broken ones.
-"""
+"""Hugging Face folders in and out: the bytes of the safetensors library; errors of broken ones."""
 
 from __future__ import annotations
 

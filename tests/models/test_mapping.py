@@ -57,9 +57,7 @@ def test_unknown_names_are_answered_with_the_nearest(name: str) -> None:
 
 
 def test_the_fused_rows_are_megatrons_order() -> None:
-    """[queries of a group, its key, its value], group after group: megatron-core's own reading of
-    the stack.
-    """
+    """[queries of a group, its key, its value] per group, as megatron-core reads the stack."""
     shape = ModelShape.from_hf(hf_config("llama"))
     hf = random_hf(shape)
     local = local_shard(

@@ -1,6 +1,4 @@
-"""A tiny model for a task of one's own: its tokenizer reads any text, its family is as asked,
-mistakes are named.
-"""
+"""A tiny model for your own task: a tokenizer for any text, the requested family, named errors."""
 
 import json
 import string

@@ -1,6 +1,4 @@
-"""Rewards run apart: order, exceptions, deadlines and deaths become scores with a reason, never a
-hang.
-"""
+"""Rewards in worker processes: order; exceptions, deadlines and deaths become scores, no hang."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Verdicts: equal to verl's rule and to the library's own metric, case by case; what is cut off is
-wrong.
-"""
+"""Verdicts: equal to verl's rule and to the library's metric; truncated responses are wrong."""
 
 import importlib
 import json

@@ -1,9 +1,7 @@
-"""Answers as models write them beside the truth: 60 truths, the forms they are answered in, 14 ways
-of saying so.
+"""Responses as models write them, with 60 truths in several forms and 14 phrasings.
 
-`expected_verdicts.json` holds what verl's `math_dapo` and the library's own metric say about each,
-in this order: `+` right, `-` wrong, `?` the library raised (no truth to be read), one text per
-reward.
+`expected_verdicts.json` holds the verdicts of verl's `math_dapo` and of the library's own metric,
+in this order: `+` right, `-` wrong, `?` the library raised (no readable truth); a text per reward.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ SAID = (
 
 
 def cases() -> list[tuple[str, str]]:
-    """(response, truth). Each form is said in four of the ways in turn, every fourth truth in all
-    of them.
-    """
+    """(response, truth). Each form has four of the phrasings in turn, every fourth truth all."""
     found = []
     forms = [(form, truth) for truth, forms in ANSWERS.items() for form in forms]
     for turn, (form, truth) in enumerate(forms):

@@ -24,9 +24,7 @@ class Words:
 
 
 class Script:
-    """Answers and scores as written: one word per answer, `?` has no score, a capital was cut
-    off.
-    """
+    """Scripted responses and scores: a word each; `?` has no score, a capital was truncated."""
 
     def __init__(self, *groups: str) -> None:
         self.groups = list(groups)

@@ -23,9 +23,7 @@ LIMIT_S = 240.0
 
 
 class Source:
-    """Answers in an order and after times of its own, each with the version that is served when it
-    is begun.
-    """
+    """Responses in a given order, after given delays, with the policy version at their start."""
 
     def __init__(self, seed: int = 0, dull: float = 0.3) -> None:
         self.version = 0

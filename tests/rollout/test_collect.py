@@ -1,6 +1,4 @@
-"""prompt -> rollout -> reward -> group filter: answers without a score, truncated answers,
-refills.
-"""
+"""prompt -> rollout -> reward -> group filter: unscored and truncated responses, refills."""
 
 import math
 from types import SimpleNamespace

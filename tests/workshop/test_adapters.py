@@ -1,6 +1,4 @@
-"""Adapters of other projects' environments, each against a small object of the protocol that
-project publishes.
-"""
+"""Integrations of other projects' environments, each with a small object of its protocol."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Adapters: environments of other projects, used unchanged, each by a class that `environment.name`
-names.
+"""Integrations of other projects' environments, unchanged: `environment.name` names their class.
 
-What is the user's own stands in `environment.settings`: `target: package.module:Class` and whatever
-it is to be given. docs/environments_adapters.md says what each was tried with.
+The user's own code is named in `environment.settings`: `target: package.module:Class` and its
+arguments. docs/environments_adapters.md lists the versions tried.
 """
 
 from typing import Any

@@ -1,10 +1,8 @@
-r"""Adapter for OpenRLHF's agents (AgentInstanceBase) as environments of a run: `reset`, `step` with
-reward, feedback.
+r"""Integration of OpenRLHF's agents (AgentInstanceBase) as environments of a run.
 
-OpenRLHF's prompts and feedback are raw text, the marks of the chat template in them; here they are
-messages. `feedback` is a regular expression that finds the message in the text, such as
-`user\n(.*?)<\|im_end\|>` (its first group; all of the text without one, and where it finds
-nothing).
+OpenRLHF's prompts and feedback are raw text that includes the marks of the chat template; here they
+are messages. `feedback` is a regular expression that finds the message in the text, such as
+`user\n(.*?)<\|im_end\|>` (its first group; all of the text without one, or without a match).
 """
 
 import re

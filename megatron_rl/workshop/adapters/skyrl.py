@@ -1,6 +1,4 @@
-"""Adapter for SkyRL-Gym's environments (BaseTextEnv) as a run's environment: calls `init(prompt)`,
-`step(action)`.
-"""
+"""Integration of SkyRL-Gym's environments (BaseTextEnv): calls `init(prompt)`, `step(action)`."""
 
 import copy
 import inspect

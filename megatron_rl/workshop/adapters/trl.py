@@ -1,8 +1,7 @@
-"""Adapter for TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer) as a
-run's environment.
+"""Integration of TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer).
 
-An environment is a class whose public methods are tools; `reset(**row)` may return a text, which
-stands behind the last user's message, and `get_reward()` the reward. A reward function that reads
+An environment is a class whose public methods are tools; `reset(**row)` may return a text, which is
+added to the last user message, and `get_reward()` the reward. A reward function that reads
 `environments` is named by `reward`.
 """
 
@@ -21,9 +20,7 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 class Environment:
-    """A conversation with TRL's tools. `target`: an `environment_factory`; `tools`: names of
-    functions.
-    """
+    """A conversation with TRL's tools. `target`: an `environment_factory`; `tools`: functions."""
 
     def __init__(
         self,
@@ -84,9 +81,7 @@ class Environment:
 
 
 def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, as TRL shows it to a chat template, and with what it returns as `str` has
-    it.
-    """
+    """The function with TRL's schema for chat templates; its result is converted by `str`."""
 
     @wraps(function)
     async def called(**arguments: Any) -> str:

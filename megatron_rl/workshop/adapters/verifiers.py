@@ -22,11 +22,9 @@ LARGEST = 16 << 20
 
 
 class Agent:
-    """Plays the environment `name`, loaded with `arguments`, for each row: its own task number
-    `index` of the row.
+    """Plays the environment `name`, loaded with `arguments`: its task number `index` of each row.
 
-    A row without `index` is itself the task, as verifiers' data sets have them (prompt, answer,
-    info).
+    A row without `index` is the task itself, as in verifiers' data sets (prompt, answer, info).
     """
 
     def __init__(

@@ -14,9 +14,7 @@ from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
-    """A conversation with verl's tools: each as a tool_config_path has it (class_name, config,
-    tool_schema).
-    """
+    """A conversation with verl's tools, given as in a tool_config_path (class_name, config)."""
 
     def __init__(
         self, tools: Sequence[Mapping[str, Any]], instance: str = "call", rewarded: bool = False

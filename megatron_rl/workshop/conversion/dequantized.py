@@ -1,17 +1,16 @@
-"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a
-learner can train; and, for `verify`, how far rounding may have moved each value.
+"""`tools/convert.py dequantize`: converts quantized weights to plain BF16 ones, which a learner can
+train; for `verify`, bounds the rounding error of each value.
 
 A module's weight is one of
 
-    weight, weight_scale [, weight_zero_point]          int8, float8: (weight - zero) * scale
-    weight, weight_scale_inv                            float8 of DeepSeek: weight * scale, in
-    blocks
-    weight, weight_scale, weight_scale_2                two FP4 in a byte: weight * scale * scale_2
-    (modelopt)
-    weight_packed, weight_scale, weight_global_scale    two FP4 in a byte: weight * scale / global
-    (llm-compressor)
-    weight_packed, weight_scale, weight_shape           integers of 4 or 8 bits in words of 32
-    (llm-compressor)
+    weight, weight_scale [, weight_zero_point]         int8, float8: (weight - zero) * scale
+    weight, weight_scale_inv                           float8 of DeepSeek: weight * scale, in blocks
+    weight, weight_scale, weight_scale_2               two FP4 in a byte (modelopt):
+                                                       weight * scale * scale_2
+    weight_packed, weight_scale, weight_global_scale   two FP4 in a byte (llm-compressor):
+                                                       weight * scale / global
+    weight_packed, weight_scale, weight_shape          integers of 4 or 8 bits in words of 32
+                                                       (llm-compressor)
 
 A scale is for the whole tensor, for each output row, for groups of a row's columns, or for blocks.
 O output features, I input features.
@@ -159,9 +158,7 @@ def portions(shape: tuple[int, ...], known: Meaning) -> Iterator[slice]:
 
 
 def meaning(config: Mapping[str, Any]) -> Meaning:
-    """Block sizes and bits; compressed-tensors has them in groups of layers, which have to agree on
-    them.
-    """
+    """Block sizes and bits; the layer groups of compressed-tensors must agree on them."""
     blocks = {tuple(config.get("weight_block_size") or ())}
     bits = set()
     for group in (config.get("config_groups") or {}).values():
@@ -181,9 +178,7 @@ def meaning(config: Mapping[str, Any]) -> Meaning:
 def restore(
     parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """FP32 values of some rows of the weight, which begin with a block; how far rounding may have
-    moved each.
-    """
+    """FP32 values of some rows (starting at a block), and a function for their rounding bounds."""
     codes_OI, kind = _codes(parts, rows, shape, meaning)
 
     def spread(values: Tensor) -> Tensor:
@@ -246,9 +241,7 @@ def _fp4(packed_OJ: Tensor) -> Tensor:
 
 
 def _integers(packed_OJ: Tensor, columns: int, bits: int) -> Tensor:
-    """Words of 32 bits hold the columns in turn, the first in the lowest bits, each as its distance
-    from the least.
-    """
+    """Unpack 32-bit words of consecutive columns, lowest bits first, as signed codes."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (packed_OJ.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :columns].float() - (1 << (bits - 1))

@@ -115,9 +115,7 @@ def _headers_kept(kept: Path) -> dict[str, bytes]:
 
 
 def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
-    """Add tensors that the checkpoint itself has no place for: extras, and a second copy of tied
-    embeddings.
-    """
+    """Add tensors that the checkpoint itself lacks: extras, and a copy of tied embeddings."""
     specs = dict(weights.specs)
     placed = {
         name for file, raw in beside.headers.items() for name in header_entries(raw, Path(file))

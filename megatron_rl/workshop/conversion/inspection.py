@@ -1,6 +1,4 @@
-"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, misfits, and
-the next command.
-"""
+"""`tools/convert.py inspect`: kind, model and precision of stored weights, and the next command."""
 
 from collections import Counter
 from pathlib import Path

@@ -33,9 +33,7 @@ Rows = Sequence[tuple[int, ...]]
 def quantize_by_modelopt(
     source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]
 ) -> None:
-    """ValueError where a tensor of the result is further from the plain one than the format's
-    rounding.
-    """
+    """Quantize by modelopt; ValueError if a tensor is off by more than the format's rounding."""
     if not source.is_folder or source.quantization is not None:
         raise ConfigError(f"{source.path}: modelopt needs a plain Hugging Face folder")
     if patterns := [entry for entry in ignore if entry.startswith("re:")]:
@@ -58,8 +56,7 @@ def quantize_by_modelopt(
 def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
     """Token ids of texts, with the tokenizer of `folder`.
 
-    `given`: a file of texts, one a line (.txt), a data set as `data.train` takes it, or a preset of
-    conf/data.
+    `given`: a file of one text per line (.txt), a data set (as in `data.train`), or a preset.
     """
     tokenizer = FolderTokenizer(folder)
     path = Path(given)

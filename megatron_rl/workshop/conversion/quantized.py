@@ -1,6 +1,4 @@
-"""`tools/convert.py quantize`: plain weights -> those that a sync would send an engine, bit for
-bit, or modelopt's.
-"""
+"""`tools/convert.py quantize`: weights as a sync sends them, bit for bit, or modelopt's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,11 +78,9 @@ def quantize_folder(
 
 
 def _recipe_of_run(source: Source) -> Recipe:
-    """The way in which a run's sampler held a checkpoint's policy: its format, the scales of its
-    last sync.
+    """Quantization of a policy in its run's sampler: its format and the last sync's scales.
 
-    ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say
-    what it had.
+    ConfigError if the run's sampler was not quantized, or the scales were not recorded.
     """
     state = source.path.parent / SYNC
     if source.run is None or source.path.name != POLICY or not state.is_file():

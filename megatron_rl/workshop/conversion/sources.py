@@ -39,9 +39,7 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """Names, dtypes and shapes of all tensors, in the order in which reading them is cheap; nothing
-    is read yet.
-    """
+    """Names, dtypes and shapes of all tensors, in a cheap order of reading; reads none yet."""
 
     specs: Mapping[str, TensorSpec]
     open: Callable[[], Get]  # each gives its own `get`, which may hold on to what it has read last
@@ -118,9 +116,7 @@ class Source:
 
     @cached_property
     def adapters(self) -> Adapters | None:
-        """None where the weights are a whole model's; otherwise `folder` is the model that they
-        change.
-        """
+        """LoRA adapters, whose base model is in `folder`; None for weights of a whole model."""
         if self.is_folder:
             return None
         return read(self.path, self.shape, self.lora)
@@ -186,8 +182,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def content_digest(digests: Mapping[str, str]) -> str:
-    """A digest of a whole model: the same for every folder that holds the same numbers, in however
-    many files.
-    """
+    """Digest of a whole model: equal for folders of equal numbers, however divided into files."""
     lines = (f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())

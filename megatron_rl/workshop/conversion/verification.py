@@ -183,9 +183,7 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
 
 
 def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
-    """Powers of two between the two; None where they are equal, or anything else is between
-    them.
-    """
+    """Powers of two between the two; None if they are equal or differ in another way."""
     if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
         return None
     ratio_H = torch.where(plain_H == smoothed_H, 1.0, plain_H.float() / smoothed_H.float())

@@ -1,6 +1,4 @@
-"""Output folder of a conversion, called .TARGET.partial until all of its tensors have been read
-back.
-"""
+"""Output folder of a conversion, named .TARGET.partial until all tensors have been read back."""
 
 import errno
 import json

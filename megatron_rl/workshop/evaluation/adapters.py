@@ -1,6 +1,4 @@
-"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into the model's weights,
-written as PEFT's.
-"""
+"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged, written as PEFT's."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -32,9 +30,7 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Adapters:
-    """`get` knows them by Hugging Face's names with lora_A or lora_B, as PEFT's are without its
-    prefix.
-    """
+    """LoRA weights; `get` takes Hugging Face names with lora_A or lora_B, without PEFT's prefix."""
 
     alphas: Mapping[str, float]  # of the weights that have one
     get: Get
@@ -68,9 +64,7 @@ def alone(path: Path) -> bool:
 
 
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
-    """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole
-    model is there.
-    """
+    """Adapters of a torch_dist checkpoint (with its run's `lora`) or PEFT folder; else None."""
     if is_peft(path):
         return _of_peft(path, shape)
     if not alone(path):
@@ -90,9 +84,7 @@ def _of_peft(path: Path, shape: ModelShape) -> Adapters:
 
 
 def merged(base: HfFolder, held: Adapters) -> Get:
-    """`get_hf` over the model with its adapters, as the run's sampler had it. Each weight keeps its
-    own dtype.
-    """
+    """`get_hf` over the model with merged adapters, as in the run's sampler; keeps dtypes."""
 
     def get(name: str) -> torch.Tensor:
         weight = base.read(name)

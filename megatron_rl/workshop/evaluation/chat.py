@@ -51,9 +51,7 @@ def sampling(config: Config, tokenizer: FolderTokenizer) -> SamplingParams:
 
 @dataclass
 class Chat:
-    """A conversation, where the model has a chat template; else each text is continued by
-    itself.
-    """
+    """A conversation, if the model has a chat template; otherwise each text is completed alone."""
 
     sampler: Sampler
     tokenizer: FolderTokenizer
@@ -94,9 +92,7 @@ class Chat:
 def begun(
     config: Config, stored: StoredModel, row: Mapping[str, Any], note: Callable[[str], None]
 ) -> Iterator[Chat | ToolChat]:
-    """A chat with the model, served as `config` says, and with the tools of its environment, which
-    starts first.
-    """
+    """A chat with the model served by `config`, and the tools of its environment, started first."""
     with _environment(config, stored.folder, note) as pool, served(config, stored, note) as sampler:
         tokenizer = FolderTokenizer(stored.folder)
         if pool is None:
@@ -110,9 +106,7 @@ def begun(
 def _environment(
     config: Config, folder: Path, note: Callable[[str], None]
 ) -> Iterator[EnvironmentPool | None]:
-    """Its processes, once it is known to go with the model; None: there is none that a person could
-    talk beside.
-    """
+    """Pool of the environment, checked with the model; None without one, or if it is an agent."""
     section = config.environment
     if section.name is None:
         yield None

@@ -1,6 +1,4 @@
-"""`megatron-rl eval`: a stored model on held-out sets (--set): a table, and files with pass rates
-prompt by prompt.
-"""
+"""`megatron-rl eval`: a stored model on held-out sets (--set); writes a table and pass rates."""
 
 import json
 import re
@@ -33,9 +31,7 @@ SUMMARY = "summary.json"
 
 
 def with_sets(config: Config, words: Sequence[str]) -> Config:
-    """Only the sets that --set names: one of the configuration, a file, NAME=FILE, or a preset of
-    conf/data.
-    """
+    """Keep the sets of --set: one of the configuration, a file, NAME=FILE, or a preset."""
     if not words:
         if held_out(config):
             return config

@@ -66,9 +66,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
-    """`config`: of the run it belongs to. `hf`: config.json and tokenizer, where they are not
-    beside the weights.
-    """
+    """`config`: the run's. `hf`: folder of config.json and tokenizer if not beside the weights."""
     return replace(_found(path, config, hf), lora=Lora.of(config.learner.lora) if config else None)
 
 
@@ -216,9 +214,7 @@ def settings(
     overrides: Sequence[str] = (),
     recipe: Config | None = None,
 ) -> Config:
-    """Configuration of the run, or the recipe, or the defaults, as far as it says how to sample and
-    to score.
-    """
+    """Configuration for sampling and scoring: the run's, the recipe's, or the default one."""
     base: dict[str, Any] = asdict(recipe) if recipe else {"rollout": _lengths(stored.folder)}
     base = recorded(RunDir(run).config) if run else base
     for unused in ("correction", "advantage", "loss", "learner", "optim"):

@@ -201,9 +201,7 @@ def _kl(learner_NV: Tensor, engine_NV: Tensor) -> float:
 def measure(
     config: Config, stored: StoredModel, count: int, tokens: int, note: Callable[[str], None]
 ) -> str:
-    """The table, over the engine's own responses to random prompts: `count` sequences of `tokens`
-    at most.
-    """
+    """Table over the engine's responses to `count` random prompts, of `tokens` at most each."""
     if is_peft(stored.weights):
         raise ConfigError(f"{stored.weights}: name the run, or merge PEFT's adapters by an export")
     model = Model.read(stored.folder, config.learner, config.model.head_precision)

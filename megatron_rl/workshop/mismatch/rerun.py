@@ -1,8 +1,7 @@
-"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and names the first odd
-value.
+"""`megatron-rl rerun-step`: repeats a non-finite update from its dump; finds the first bad value.
 
-Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients
-on their way back.
+Searches in the order of the computation: weights, minibatch, outputs of modules, loss, gradients
+from the last module to the first.
 
 S positions of a pack, N response tokens of a pack.
 """
@@ -125,9 +124,7 @@ def _gradients(learner: Learner) -> Iterator[str]:
 
 
 class _Look:
-    """The first output that is no number in the forward pass, and the first such gradient in the
-    backward pass.
-    """
+    """First non-finite output of the forward pass and gradient of the backward pass."""
 
     def __init__(self, learner: Learner, targets: Targets) -> None:
         self._targets = targets

@@ -1,6 +1,4 @@
-"""A comparison at W&B reads by itself: an offline group, read back from the files that `wandb sync`
-sends.
-"""
+"""Comparison at W&B: an offline group, read back from the files that `wandb sync` sends."""
 
 from __future__ import annotations
 

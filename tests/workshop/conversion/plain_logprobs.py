@@ -1,9 +1,8 @@
-"""vLLM as anybody starts it: the logprob of every token of some texts, for each of some folders.
+"""Stock vLLM: the logprob of every token of some texts, for each of some folders.
 
 `python -P plain_logprobs.py`, in a process of its own that imports nothing of this project. Reads
 {"folders": [...], "rows": [[token id, ...], ...], "arguments": {...of vllm.LLM}} from stdin; writes
-a line of JSON for each folder: a list of numbers for each row, its first token left out, or
-{"error": ...}.
+a line of JSON per folder: a list of numbers per row, its first token left out, or {"error": ...}.
 """
 
 import json

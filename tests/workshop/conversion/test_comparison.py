@@ -1,6 +1,4 @@
-"""`verify` finds what conversions get wrong elsewhere: swapped rows and experts, stale copies, lost
-scales.
-"""
+"""`verify` finds errors of conversion: swapped rows or experts, stale copies, lost scales."""
 
 from __future__ import annotations
 

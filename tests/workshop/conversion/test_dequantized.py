@@ -1,6 +1,4 @@
-"""Folders that other tools have quantized, back to plain weights: as those tools read them
-themselves.
-"""
+"""Folders quantized by other tools, dequantized: equal to those tools' own reading."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a stranger may have put into a folder that is converted: one line names it, and nothing runs
-or is written.
-"""
+"""Hostile folders: one line names the problem, and a conversion runs and writes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Conversions that are killed at random moments, or lack room: their folder is complete or
-absent.
-"""
+"""Conversions killed at random moments or on a full disk: their folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def begun(words: list[str], before: str = "", said: IO[Any] | None = None) -> Process:
-    """A conversion in a process of its own: a fork of this one, which has threads, might not get
-    far.
-    """
+    """A conversion in its own process: a fork of this one, with its threads, might hang."""
     return Process(
         "torch",
         [sys.executable, "-c", CONVERSION % before, *words],

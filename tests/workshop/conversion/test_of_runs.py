@@ -69,9 +69,7 @@ def leave_step(run: Path, imported: Path, step: int, state: dict[str, torch.Tens
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Its last sync smoothed, quantized to INT8 and sent the scales of an FP8 cache; what it
-    sent.
-    """
+    """A run whose last sync was smoothed INT8 with scales of an FP8 cache; its sent tensors."""
     folder = tmp_path_factory.mktemp("run")
     config = config_of("qwen3", tie_word_embeddings=True)
     layers = 2

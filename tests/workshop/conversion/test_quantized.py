@@ -1,6 +1,4 @@
-"""A quantized folder holds what a sync would have sent, bit for bit, whatever the form of its
-source.
-"""
+"""A quantized folder equals the tensors of a sync, bit for bit, for any form of its source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What vLLM, as anybody starts it, transformers and the learner compute with the folders that are
-made here.
+"""Logprobs of stock vLLM, transformers and the learner on converted folders.
 
 One vLLM process, which imports nothing of this project, loads all folders in turn.
 """
@@ -46,9 +45,7 @@ TEXTS = "".join(f"{a}+{b}={a + b}\n" for a in range(4, 12) for b in (3, 17, 58))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every form of one small model; its weights are large enough for logprobs to be far from
-    uniform.
-    """
+    """Every form of one small model, with weights large enough for logprobs far from uniform."""
     folder = tmp_path_factory.mktemp("forms")
     write_toy(folder / "toy")
     (folder / "toy" / "model").rename(folder / "hf")
@@ -163,9 +160,7 @@ def test_quantized_weights(answers: dict[str, Scores | str]) -> None:
 def test_modelopt_s_folders_load_up_to_the_kernel(
     tmp_path: Path, folders: Path, answers: dict[str, Scores | str], name: str
 ) -> None:
-    """vLLM on hosts reads them all, and then lacks what multiplies them; the weights come back from
-    each.
-    """
+    """vLLM on CPUs reads all folders, then lacks kernels; each restores the weights."""
     said = answers[name]
     if isinstance(said, str):
         assert re.search(r"_C::\w*(fp8|fp4|scaled)|kernel|capability", said), said

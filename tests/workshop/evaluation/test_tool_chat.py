@@ -1,6 +1,4 @@
-"""A chat with an environment's tools and a scripted policy: what it is asked and shown, and what
-may go wrong.
-"""
+"""A chat with an environment's tools and a scripted policy: requests, output, failures."""
 
 import json
 import os
@@ -37,9 +35,7 @@ HELLO = "What is 12 + 30?"
 
 
 class Spelled(ScriptedPolicy):
-    """Samples its words letter by letter, as nobody would tokenize them again; keeps what it has
-    sampled.
-    """
+    """Samples letter by letter, unlike any tokenizer; records its samples."""
 
     def __init__(self, tokenizer: FolderTokenizer, says: Callable[[str, int], str]) -> None:
         super().__init__(self, says)  # type: ignore[arg-type]
@@ -240,9 +236,7 @@ class Slow(Environment):
 
 
 def write_caller(folder: Path) -> None:
-    """A model that calls the calculator whatever it is asked: each token is followed by one that it
-    alone decides.
-    """
+    """A model that calls the calculator for any prompt: each token alone determines the next."""
     write_tool_tokenizer(folder)
     about = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(about))

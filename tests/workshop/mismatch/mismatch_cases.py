@@ -1,6 +1,4 @@
-"""A learner in this process beside live engines in processes of their own; what is found is left as
-JSON.
-"""
+"""A learner in this process beside live engines in their own processes; writes results as JSON."""
 
 import json
 import sys
@@ -88,9 +86,7 @@ class Case:
         return self.live.sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])
 
     def beside_transformers(self) -> dict[str, float]:
-        """The largest difference of each point from transformers' modules, as a share of the
-        values' size.
-        """
+        """Largest relative difference of each point from transformers' modules."""
         model = Qwen3ForCausalLM.from_pretrained(self.live.model.folder, dtype=torch.bfloat16)
         passed: dict[str, torch.Tensor] = {}
         for name, module in model.named_modules():

@@ -1,6 +1,4 @@
-"""Updates that are not finite: left out so many times, written down, and repeated by one
-command.
-"""
+"""Non-finite updates: skipped up to a limit, dumped, and repeated by one command."""
 
 from __future__ import annotations
 

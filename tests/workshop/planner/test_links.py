@@ -97,9 +97,7 @@ def test_links_by_hand() -> None:
 
 
 def test_the_bound_knows_who_holds_what() -> None:
-    """A stage's weights leave its own ranks only; key-value heads are copied beyond their
-    number.
-    """
+    """A stage's weights leave its own ranks only; excess ranks hold copies of key-value heads."""
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
     layout = Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1)
     plan = plan_sync(Model(shape, layout, {}), Format.none)

@@ -1,6 +1,4 @@
-"""The plan's bytes against what a real learner's ranks hold: storages, and tensors that autograd
-saves.
-"""
+"""Planned bytes against those of a learner's ranks: storages, and tensors that autograd saves."""
 
 from __future__ import annotations
 

@@ -273,9 +273,7 @@ def test_a_plan_without_sessions_has_no_word_of_them(command: Command) -> None:
 
 
 def test_the_plan_says_what_tools_take(command: Command) -> None:
-    """Where all sessions that an engine can decode are open, each waits for its own tools, one row
-    after the other.
-    """
+    """With all decodable sessions open, each waits for its own tools, one row after the other."""
 
     def times(sessions: int, tool_s: float) -> dict[str, float]:
         given = (f"environment.sessions={sessions}", "--assume", f"tool_s={tool_s}", "--json")

@@ -68,9 +68,7 @@ def a_run(
     slow: int = 3,
     devices: tuple[str, ...] = (),
 ) -> Path:
-    """What a run of the `TRUE` machine leaves; `slow` of its steps were held up by something
-    else.
-    """
+    """A run's folder of the `TRUE` machine; other causes slowed down `slow` of its steps."""
     run = place / "runs" / name
     work = case.work
     run.mkdir(parents=True)

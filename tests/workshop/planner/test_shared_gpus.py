@@ -1,6 +1,4 @@
-"""Memory of GPUs that learner and engine share: each moment by itself, and the largest share that
-leaves all room.
-"""
+"""Memory of GPUs that learner and engine share, by moment, and the largest share that fits."""
 
 from __future__ import annotations
 

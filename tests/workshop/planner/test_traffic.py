@@ -1,6 +1,4 @@
-"""`megatron-rl plan`: printed for recipes and planned sizes alike, in numbers that agree with each
-other.
-"""
+"""`megatron-rl plan`: recipes and planned sizes alike, in consistent numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Words of a model, a data set or a server, in a report that a browser opens: nothing of them
-runs.
-"""
+"""Text of models, data sets and servers in a report in a browser: none of it is executed."""
 
 import shutil
 import subprocess
