@@ -23,8 +23,8 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation import Evaluator
+from megatron_rl.learner.achieved import Achieved, memory_peaks
 from megatron_rl.models.model import Model
-from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
@@ -85,6 +85,7 @@ class Driver:
         machine = detect(config.run.device)
         model = Model.read(config.model.folder, config.learner)
         devices = roles(model.layout, config.sampler, machine.gpus).gpus
+        peak = machine.gpu.tflops if machine.gpu else None
         recorder = Recorder(
             config.log,
             resolved_yaml,
@@ -92,7 +93,7 @@ class Driver:
             config.run.steps,
             if_exists=config.run.if_exists,
             alarms=Alarms(config.log.alarms, self._formats, sampled),
-            rates=Achieved(model, devices, machine, sampled),
+            rates=Achieved(model, devices, peak, sampled),
             sooner=bool(config.run.stop),
         )
         self.recorder = self._stack.enter_context(recorder)

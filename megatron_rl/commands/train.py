@@ -158,8 +158,8 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     checked = check(config, found, **given)
     about = checked.policy.hf_config, checked.machine
     said = ""
-    if recompute := workshop("planner.recompute"):
-        config, said = recompute.for_machine(config, *about)
+    if phases := workshop("planner.phases"):
+        config, said = phases.for_machine(config, *about)
     elif config.learner.undecided:
         level = Recompute.none
         if checked.machine.kind is Device.cuda:

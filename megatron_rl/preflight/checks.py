@@ -21,7 +21,7 @@ from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
-from megatron_rl.preflight.sync_plan import size_problems
+from megatron_rl.preflight.sizes import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards import pool as rewards
 

@@ -1,27 +1,18 @@
-"""Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; what does not
-fit there, or in a host's memory; and a job's sizes for the batch scripts. Torch-free.
+"""Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; rules of
+checks.py against what does not fit there, or in a host's memory. Torch-free.
 
-python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch scripts: ranks of the
-learner,
-                                                                      servers on other nodes, GPUs
-                                                                      of each, sync.dir,
-                                                                      and where the run will be
+python -m megatron_rl.preflight.roles RECIPE [key=value ...]
+
+prints, for the batch scripts: ranks of the learner, servers on other nodes, GPUs of each, sync.dir,
+the run's folder.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config import ConfigError, read
+from megatron_rl.config import ConfigError, read, schema
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, distant, gpus_of_engines, own_engines
-from megatron_rl.config.schema import (
-    Device,
-    LearnerSection,
-    RewardSection,
-    SamplerSection,
-    Sleep,
-    SyncSection,
-)
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine, installed_gib
 
@@ -72,7 +63,7 @@ class Roles:
         return {kind: count for kind, count in counts.items() if count}
 
 
-def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
+def roles(layout: Layout, sampler: schema.SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     started = own_engines(sampler)
     width = per_node or layout.world + started * sampler.tensor_parallel
@@ -93,7 +84,9 @@ def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
     )
 
 
-def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
+def ranks(
+    machine: Machine, learner: schema.LearnerSection, sampler: schema.SamplerSection
+) -> Iterator[str]:
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world = Layout.from_config(learner).world
     there = machine.nodes * machine.gpus
@@ -121,11 +114,11 @@ def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) ->
 
 
 def engine_gpus(
-    machine: Machine, sampler: SamplerSection, learner: LearnerSection
+    machine: Machine, sampler: schema.SamplerSection, learner: schema.LearnerSection
 ) -> Iterator[str]:
     """GPUs that are there, and that the learner leaves to the engines."""
     engines = gpus_of_engines(sampler)
-    if machine.kind == Device.cpu or not machine.gpus or not engines:
+    if machine.kind == schema.Device.cpu or not machine.gpus or not engines:
         return
     beyond = [number for number in sorted(engines) if number >= machine.gpus]
     if beyond:
@@ -139,7 +132,7 @@ def engine_gpus(
     shared = sorted(engines & set(range(local)))
     if (
         shared
-        and sampler.sleep == Sleep.none
+        and sampler.sleep == schema.Sleep.none
         and sampler.vllm.get("gpu_memory_utilization") is None
     ):
         yield (
@@ -150,36 +143,32 @@ def engine_gpus(
 
 
 def host_memory(
-    machine: Machine, sampler: SamplerSection, learner: LearnerSection, reward: RewardSection
+    machine: Machine,
+    sampler: schema.SamplerSection,
+    learner: schema.LearnerSection,
+    reward: schema.RewardSection,
 ) -> Iterator[str]:
-    """What processes take by being there, and KV caches: hosts kill what takes too much."""
-    if machine.kind != Device.cpu:  # hosts of GPUs have enough, and may be elsewhere
+    """Processes that have done nothing yet, and KV caches: hosts kill processes that take too
+    much.
+    """
+    if machine.kind != schema.Device.cpu:  # hosts of GPUs have enough, and may be elsewhere
         return
+    ranks = Layout.from_config(learner).world
+    engines = own_engines(sampler) * sampler.tensor_parallel
+    cache = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
+    parts = {
+        f"learner.data_parallel={learner.data_parallel} ({ranks} ranks)": ranks * RANK_GIB,
+        f"reward.workers={reward.workers}": reward.workers * WORKER_GIB,
+        f"sampler.vllm.kv_cache_memory_bytes of {engines} engine rank(s)": engines * cache,
+    }
     installed = installed_gib()
-    wanted = reward.workers * WORKER_GIB
+    wanted = sum(parts.values())
     if wanted > installed:
-        yield (
-            f"reward.workers: {reward.workers} take about {wanted:.0f} GiB, this machine has "
-            f"{installed:.0f}; lower it"
-        )
-    world = Layout.from_config(learner).world
-    if world * RANK_GIB > installed:
-        yield (
-            f"learner: {world} ranks take about {world * RANK_GIB:.0f} GiB before they hold any "
-            f"weight, this machine has {installed:.0f}; lower "
-            f"learner.data_parallel={learner.data_parallel}, or another parallel size"
-        )
-    each = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
-    engines = own_engines(sampler)
-    wanted = engines * sampler.tensor_parallel * each
-    if wanted > installed:
-        yield (
-            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {engines} engines is "
-            f"{wanted:g} GiB, this machine has {installed:.0f}; lower it, or how many there are"
-        )
+        each = ", ".join(f"{part} {gib:.0f}" for part, gib in parts.items())
+        yield f"memory: {wanted:.0f} GiB ({each}), this machine has {installed:.0f}; lower the largest"
 
 
-def reach(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
+def reach(sampler: schema.SamplerSection, sync: schema.SyncSection) -> Iterator[str]:
     elsewhere = distant(sampler)
     if sampler.dedicated_nodes and not elsewhere:
         elsewhere = ["a server on another node"]

@@ -67,9 +67,7 @@ def test_experts_are_told_on_gpus_from_the_prefix_cache():
         sampler=SamplerSection(routed_experts=True, vllm={"enable_prefix_caching": False})
     )
     (found,) = problems(config, NODE, "qwen3_moe")
-    assert found.startswith("sampler.vllm.enable_prefix_caching: false") and found.endswith(
-        "use true"
-    )
+    assert found.startswith("sampler.vllm.enable_prefix_caching: false")
     assert problems(config, HOST, "qwen3_moe") == []
 
 
@@ -118,7 +116,8 @@ def test_sleep():
     def asleep(sleep: Sleep, every: int = 1) -> Config:
         return Config(sampler=SamplerSection(sleep=sleep), sync=SyncSection(every=every))
 
-    assert problems(asleep(Sleep.discard)) == problems(asleep(Sleep.offload, 2)) == []
+    assert problems(asleep(Sleep.discard)) == []
+    assert problems(asleep(Sleep.offload, 2)) == []
     (found,) = problems(asleep(Sleep.discard, 2))
     assert "sampler.sleep: discard with sync.every=2" in found
     (found,) = problems(asleep(Sleep.offload), HOST)
@@ -138,32 +137,22 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
 
 
 @pytest.mark.parametrize(
-    ("machine", "learner", "sampler", "said"),
+    ("machine", "learner", "sampler", "fits"),
     [
-        (HOST, {}, {}, []),
-        (NODE, {}, {}, ["built for hosts so far; leave it out on GPUs"]),
-        (
-            HOST,
-            {},
-            {"tensor_parallel": 2},
-            ["sampler.tensor_parallel=2 does not show its modules; use 1"],
-        ),
-        (HOST, {}, {"dedicated_nodes": True}, ["leave it out"]),
-        (HOST, {}, {"vllm": {"enforce_eager": False}}, ["does not show its modules; use true"]),
-        (
-            HOST,
-            {"tensor_parallel": 8},
-            {},
-            ["does not divide 4 key/value heads; use one that does"],
-        ),
+        (HOST, {}, {}, True),
+        (NODE, {}, {}, False),
+        (HOST, {}, {"tensor_parallel": 2}, False),
+        (HOST, {}, {"dedicated_nodes": True}, False),
+        (HOST, {}, {"vllm": {"enforce_eager": False}}, False),
+        (HOST, {"tensor_parallel": 8}, {}, False),
     ],
 )
-def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, said):
+def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, fits):
     config = Config(learner=LearnerSection(**learner), sampler=SamplerSection(**sampler))
-    facts = vars(config) | {"machine": machine, "shape": ModelShape.from_hf(hf_config("qwen3"))}
+    shape = ModelShape.from_hf(hf_config("qwen3"))
+    facts = vars(config) | {"machine": machine, "shape": shape}
     found = list(findings([unwatchable], facts))
-    assert len(found) == len(said)
-    assert all(line.endswith(words) for words, line in zip(said, found, strict=True))
+    assert len(found) == (0 if fits else 1)
 
 
 def test_filters_of_a_small_vocabulary():
@@ -173,9 +162,13 @@ def test_filters_of_a_small_vocabulary():
         )
         return problems(config, HOST, vocab_size=20)
 
-    assert found(None, True) == found(19) == found(4, True) == []
-    assert "keeps everything" in found(20)[0]
-    assert "use at most 4" in found(5, True)[0]
+    assert found(None, True) == []
+    assert found(19) == []
+    assert found(4, True) == []
+    (large,) = found(20)
+    assert "rollout.top_k: 20" in large
+    (large,) = found(5, True)
+    assert "use at most 4" in large
 
 
 def test_several_embedded_engines(monkeypatch):
@@ -184,18 +177,12 @@ def test_several_embedded_engines(monkeypatch):
     def several(engines: int, **sampler) -> Config:
         return Config(sampler=SamplerSection(engines=engines, **sampler))
 
-    assert (
-        problems(several(1))
-        == problems(several(4), HOST)
-        == problems(several(2, tensor_parallel=2), HOST)
-        == []
-    )
-    (found,) = problems(several(5), HOST)
-    assert (
-        found == "sampler.engines: 5 engines, each on cores of its own, but there are 4; use fewer"
-    )
-    (found,) = problems(several(3, tensor_parallel=2), HOST)
-    assert "3 engines of 2 ranks" in found
+    assert problems(several(1)) == []
+    assert problems(several(4), HOST) == []
+    assert problems(several(2, tensor_parallel=2), HOST) == []
+    for many in (several(5), several(3, tensor_parallel=2)):
+        (found,) = problems(many, HOST)
+        assert found.startswith("sampler.engines: ")
     assert problems(several(2, tensor_parallel=2, devices="0,1,2,3")) == []
     (found,) = problems(several(2, tensor_parallel=2))
     assert found.startswith("sampler.devices: null")

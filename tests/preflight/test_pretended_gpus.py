@@ -70,10 +70,14 @@ def test_a_server_has_the_gpus_of_one_node() -> None:
 def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPatch) -> None:
     node(2)
     machine = detect(Device.auto)
-    for visible, gpus in (("1", 1), ("0,-1,1", 1), ("GPU-4f2a,GPU-77b1", 2), ("", 0), ("-1", 0)):
+    for visible, gpus in (("1", 1), ("0,-1,1", 1), ("GPU-4f2a,GPU-77b1", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found = _gpu()
-        assert (found.gpus if found else 0) == gpus, visible
+        assert found is not None
+        assert found.gpus == gpus
+    for visible in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert _gpu() is None
     assert (machine.kind, machine.gpus, machine.capability) == (Device.cuda, 2, 9.0)
     assert str(machine) == "1 node of 2 x NVIDIA H100 80GB HBM3"
 
@@ -82,9 +86,7 @@ def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPat
 def test_the_gpu_set_has_no_engine_for_hosts(wanted: Device, gpus: int, node) -> None:
     """On a login node, or told to leave the GPUs alone: said at once, with the ways out."""
     node(gpus)
-    with pytest.raises(
-        ConfigError, match=r"what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"--on 1x8xH100-80.*EXTRA=cpu"):
         detect(wanted)
 
 
@@ -106,16 +108,13 @@ def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_it_needs(
     wanted: Device, node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node(8, OLD)
-    with pytest.raises(
-        ConfigError,
-        match=rf"{wanted}, but the NVIDIA driver is {OLD}, and torch.*CUDA 13, needs 580",
-    ):
+    with pytest.raises(ConfigError, match=rf"{OLD}.* 580"):
         detect(wanted)
+    recipe = str(ROOT / "recipes" / "dapo_fp8.yaml")
     for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"], ["serve"]):
-        assert (
-            cli.main([*words, str(ROOT / "recipes" / "dapo_fp8.yaml"), f"run.device={wanted}"]) == 2
-        )
-        assert f"the NVIDIA driver is {OLD}, and torch" in capsys.readouterr().err
+        status = cli.main([*words, recipe, f"run.device={wanted}"])
+        assert status == 2
+        assert OLD in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("supports", "uses"), [(13000, True), (12040, False)])

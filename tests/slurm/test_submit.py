@@ -98,6 +98,7 @@ def test_five_mistakes_are_told_at_once_and_nothing_is_queued(site: Site) -> Non
     assert done.returncode == 2
     for mistake in mistakes:
         assert f"error: {mistake.partition('=')[0]}" in done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     assert not site.calls()
 
 

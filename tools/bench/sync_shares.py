@@ -38,14 +38,13 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
-from megatron_rl.preflight.sync_plan import plan_sync
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound
+from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound, plan_sync
 
 RANKS = 4
 ENGINE_TP = 2

@@ -63,18 +63,11 @@ def _add_plan(commands: Any) -> None:
         action="store_true",
         help="seconds of a step by the sampler's format; what pays",
     )
-    of_run = (
-        "take the costs for --precision from this run's first steps; one of each format is best"
-    )
-    plan.add_argument("--fit", action="append", default=[], type=Path, metavar="RUN", help=of_run)
     plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
     plan.add_argument(
         "--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)"
     )
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
-    plan.add_argument(
-        "--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)"
-    )
     plan.set_defaults(run=_plan)
 
 

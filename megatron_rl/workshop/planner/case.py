@@ -18,14 +18,8 @@ from megatron_rl.models.shape import Lora
 from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
+from megatron_rl.workshop.planner.memory import engine as engines
 from megatron_rl.workshop.planner.memory.activations import Pack, Training
-from megatron_rl.workshop.planner.memory.engine import (
-    GIB,
-    EngineMemory,
-    EngineWeights,
-    engine_weights,
-    of_engine,
-)
 from megatron_rl.workshop.planner.memory.learner import LearnerMemory, of_stage
 
 USABLE = 0.99  # of the memory that a GPU is sold with
@@ -216,7 +210,7 @@ class Case:
     def limit(self) -> float | None:
         """Bytes of a GPU; None: not known."""
         if self.machine.gib:
-            return self.machine.gib * GIB * USABLE
+            return self.machine.gib * engines.GIB * USABLE
         return None
 
     @property
@@ -225,15 +219,17 @@ class Case:
         return longest_sequence(self.config.rollout, self.config.eval)
 
     @cached_property
-    def weights(self) -> EngineWeights:
+    def weights(self) -> engines.EngineWeights:
         format = distinct_formats(self.config.sampler, self.config.quantization)[0]
-        return engine_weights(self.model.shape, format, tuple(self.config.quantization.ignore))
+        return engines.engine_weights(
+            self.model.shape, format, tuple(self.config.quantization.ignore)
+        )
 
     @cached_property
-    def engine(self) -> EngineMemory:
+    def engine(self) -> engines.EngineMemory:
         sampler = self.config.sampler
         quantization = self.config.quantization
-        return of_engine(
+        return engines.of_engine(
             self.model, sampler, quantization, self.weights, self.longest, self.limit, self.host
         )
 

@@ -1,5 +1,5 @@
 """Text or JSON of `megatron-rl plan`, and the problems found: a recipe's plan and weight sync, or
-in their place what --suggest, --precision or --sbatch ask for. commands/recipes.py parses the
+in their place the answer to --suggest, --precision or --sbatch. commands/recipes.py parses the
 command line, and prints.
 
 A model's config.json in place of a recipe stands for its sync alone; with --on, --suggest or
@@ -7,26 +7,30 @@ A model's config.json in place of a recipe stands for its sync alone; with --on,
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.load import CONF, changes, load, read
 from megatron_rl.config.schema import Config
-from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import NoGpu, detect, named, own
-from megatron_rl.workshop.planner import fit, precision, slurm, suggest, table, traffic
+from megatron_rl.preflight.sizes import size_problems
+from megatron_rl.workshop.planner import precision, slurm, suggest, table
 from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(traffic.Request):
-    """What the command line asks for, each by the name of its option."""
+class Request:
+    """Arguments of the command line, each by the name of its option."""
 
     target: Path  # a recipe, a config.json, or a folder that holds one
     overrides: Sequence[str] = ()
@@ -36,72 +40,71 @@ class Request(traffic.Request):
     suggest: bool = False
     sbatch: bool = False
     precision: bool = False
-    fit: Sequence[Path] = ()  # folders of runs
+    replicas: int = 1  # sampler engines that a sync goes to
+    link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds
 
 
 def answer(request: Request) -> tuple[str, list[str]]:
-    """What is to be printed, and what is wrong with the recipe."""
+    """Text to print, and problems of the recipe."""
     config, found, hf_config, whole = _read(request)
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
     machine = named(on) if on else None
-    if request.fit and not request.precision:
-        raise ConfigError("--fit: what runs say is for --precision; give that, too")
-    if request.precision and hf_config is not None and not found:
-        if problems := traffic.problems(config, hf_config, request):
-            return "", problems
-        return _precision(
-            request, Case(config, hf_config, machine or detect(config.run.device), assumed)
-        ), []
-    if request.suggest and hf_config is not None:
-        base = Case(config, hf_config, machine or detect(config.run.device), assumed)
-        said, fits = suggest.describe(str(request.target), base)
-        return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
-    problems = [*found, *(checks.problems(config, on=machine) if whole else [])]
-    if hf_config is None:
-        return "", problems
-    problems += [
-        line for line in traffic.problems(config, hf_config, request) if line not in problems
-    ]
-    made = None
-    if whole or machine:
-        made = _plan(
-            Case(config, hf_config, machine or detect(config.run.device), assumed), problems
-        )
-    problems += made.problems if made else ()
-    if request.sbatch:
-        return (
-            slurm.sbatch(request.target, request.overrides, config, made) if made else ""
-        ), problems
-    if found or (made is None and problems):
-        return "", problems
-    moves = not problems or (made is not None and problems == list(made.problems))
-    if request.as_json:
-        about: dict[str, Any] = {
-            "model": config.model.path,
-            "problems": problems,
-            **(as_json(made) if made else {}),
-        }
-        about |= {"sync": traffic.numbers(config, hf_config, request)} if moves else {}
-        return json.dumps(about | {"problems": problems}, indent=2), problems
-    if whole:
-        changed = list(changes(request.target, request.overrides))
+    problems = [*found, *_mistakes(request)]
+    if hf_config is None or problems:
+        return "", _together(problems, checks.problems(config, on=machine) if whole else [])
+    if whole or machine or request.suggest or request.precision:
+        case = Case(config, hf_config, machine or detect(config.run.device), assumed)
+        if request.suggest:
+            said, fits = suggest.describe(str(request.target), case)
+            return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
     else:
-        changed = []
-    texts = [table.describe(config, made, changed)] if made else []
-    return "\n\n".join(
-        [*texts, *([traffic.describe(config, hf_config, request)] if moves else [])]
-    ), problems
-
-
-def _precision(request: Request, case: Case) -> str:
-    runs = [fit.measured(run, case.machine) for run in request.fit]
-    if runs:
-        named = {word.partition("=")[0] for word in request.assume}
-        case = replace(case, assumed=fit.with_lengths(case.assumed, runs, named))
+        case = None
+    sizes = _size_problems(config, hf_config)
+    if case and request.precision and not sizes:
+        return _precision(case, request.as_json), []
+    problems = _together(sizes, checks.problems(config, on=machine) if whole else [])
+    if sizes:
+        return "", problems
+    made = plan_case(case) if case else None
+    problems += made.problems if made else ()
+    if request.sbatch and made:
+        return slurm.sbatch(request.target, request.overrides, config, made), problems
+    sync = Traffic(config, hf_config, request.replicas)
     if request.as_json:
-        return json.dumps(precision.as_json(case, runs), indent=2)
-    return precision.describe(case, runs)
+        about = {"model": config.model.path, **(as_json(made) if made else {})}
+        about |= {"sync": sync.numbers(), "problems": problems}
+        return json.dumps(about, indent=2), problems
+    texts = [sync.describe(request.link_gbs)]
+    if made:
+        edits = list(changes(request.target, request.overrides)) if whole else []
+        texts.insert(0, table.describe(config, made, edits))
+    return "\n\n".join(texts), problems
+
+
+def _together(*problems: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(line for each in problems for line in each))
+
+
+def _mistakes(request: Request) -> Iterator[str]:
+    if request.replicas < 1:
+        yield f"--replicas {request.replicas}: expected 1 or more"
+    if request.link_gbs is not None and not 0 < request.link_gbs < math.inf:
+        yield f"--link-gbs {request.link_gbs:g}: expected GB/s above 0"
+
+
+def _size_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    try:
+        model = Model.of(hf_config, Layout.from_config(config.learner))
+    except ValueError as error:
+        return [f"model.path={config.model.path}: {error}"]
+    return size_problems(model, config.sampler, config.quantization)
+
+
+def _precision(case: Case, as_json: bool) -> str:
+    if as_json:
+        return json.dumps([vars(row) for row in precision.rows(case)[0]], indent=2)
+    return precision.describe(case)
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
@@ -132,20 +135,13 @@ def as_json(made: Plan) -> dict[str, Any]:
 
 
 def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, bool]:
-    """The configuration, what is wrong with its file, the model, and whether it is a whole
-    recipe.
-    """
-    if (request.target / "config.json").is_file():
-        target = request.target / "config.json"
-    else:
-        target = request.target
+    """The configuration, problems of its file, the model, and whether it is a whole recipe."""
+    target = request.target
+    if (target / "config.json").is_file():
+        target = target / "config.json"
     if target.suffix == ".json":
-        return (
-            load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]),
-            [],
-            read_hf_config(target),
-            False,
-        )
+        config = load(CONF / "base.yaml", [f"model.path={target}", *request.overrides])
+        return config, [], read_hf_config(target), False
     config, found = read(target, request.overrides)
     try:
         return config, found, read_card(str(config.model.folder)), True
@@ -165,14 +161,3 @@ def _elsewhere(request: Request, config: Config, whole: bool) -> str | None:
     if request.on == "own":
         return own(request.target, request.overrides)
     return request.on
-
-
-def _plan(case: Case, problems: Sequence[str]) -> Plan | None:
-    """None where sizes do not go together."""
-    try:
-        case.model.layout.stage_layers(case.model.shape.layers)
-        return plan_case(case)
-    except (ValueError, ConfigError):
-        if not problems:
-            raise
-        return None

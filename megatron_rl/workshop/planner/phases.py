@@ -1,21 +1,24 @@
-"""Memory of each kind of GPU at each moment of a run, by use; whether it suffices, and the largest
-share for an engine.
+"""Memory of each kind of GPU at each moment of a run, by use; the largest share for an engine, and
+the least recomputation with which an update fits (`learner.recompute: auto`).
 
 Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It
 is awake from one sync to the end of the next rollout: probe, evaluation and save included.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor, prod
+from typing import Any
 
-from megatron_rl.config.schema import Offload, Sleep, Transport
+from megatron_rl.config.schema import Config, Offload, Recompute, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.roles import RANK_GIB
-from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.memory.engine import COMMUNICATOR, CONTEXT, GIB
 from megatron_rl.workshop.planner.memory.learner import BF16
 
@@ -30,6 +33,8 @@ SHARE = (
     "engine: unused",
 )
 TIGHT = 0.05  # of it: a smaller margin is called tight
+# of a GPU's memory, to spare with experts beyond TIGHT: the plan spreads tokens evenly over them
+UNEVEN = 0.1
 SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
 BUCKETS = 2 * (64 << 20)  # one that is gathered, one that is sent: weight_sync/buckets.py
 
@@ -191,3 +196,60 @@ def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
         sum(nbytes for part, nbytes in parts.items() if part not in SHARE) for parts in moments
     )
     return floor((1 - spare - beside / memory.limit) * 100) / 100
+
+
+def for_machine(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    machine: Machine,
+) -> tuple[Config, str]:
+    """Return the decided configuration, and a line about the decision; "" where there is none."""
+    case, said = decided(Case(config, hf_config, machine, Assumptions()))
+    return case.config, said
+
+
+def decided(case: Case) -> tuple[Case, str]:
+    """Return the case with `auto` replaced, and a line about it.
+
+    Levels are nothing, the first layers of a stage (megatron-core's block method), every layer.
+    Parts of layers (selective) are no level: fused attention keeps no scores that [core_attn] would
+    free; [mlp] and [moe] repeat as many operations for each byte as whole layers do.
+    """
+    if not case.config.learner.undecided:
+        return case, ""
+    if case.host:
+        return _with(case, 0), ""
+    every = case.chunk_layers
+    if case.limit is None:
+        return _with(case, every), "learner.recompute=auto: full, as the GPU's memory is not known"
+    # with each layer more an update takes less memory
+    fits = bisect_left(range(every), True, key=lambda layers: _fits(_with(case, layers)))
+    found = _with(case, fits)
+    what = "none" if fits == 0 else "full" if fits == every else f"{fits} of {every} layers"
+    memory = f"{_in_update(found) / GIB:.1f} of {case.limit / GIB:.1f} GiB in an update"
+    return found, f"learner.recompute=auto: {what}, with {memory}"
+
+
+def _in_update(case: Case) -> float:
+    """Bytes of the learner's fullest kind of GPU."""
+    learning = [one for one in planned(case) if "learner" in one.kind]
+    return max(sum(one.phases["update"].values()) for one in learning)
+
+
+def _fits(case: Case) -> bool:
+    spare = TIGHT + (UNEVEN if case.model.shape.experts else 0.0)
+    return case.limit is not None and _in_update(case) <= (1 - spare) * case.limit
+
+
+def _with(case: Case, layers: int) -> Case:
+    """The case with so many layers of each chunk recomputed."""
+    learner = case.config.learner
+    if layers == 0:
+        learner = replace(learner, recompute=Recompute.none)
+    elif layers == case.chunk_layers:
+        learner = replace(learner, recompute=Recompute.full)
+    else:
+        block = {"recompute_method": "block", "recompute_num_layers": layers}
+        megatron = {**learner.megatron, **block}
+        learner = replace(learner, recompute=Recompute.full, megatron=megatron)
+    return replace(case, config=replace(case.config, learner=learner))

@@ -4,7 +4,7 @@ train` makes before a run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
@@ -15,14 +15,11 @@ from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import PARAMETER
 from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
-from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.case import Assumptions, Case, Workload, keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import GIB, utilization
-from megatron_rl.workshop.planner.phases import CACHE, Memory, largest_share, planned
-from megatron_rl.workshop.planner.recompute import decided
-from megatron_rl.workshop.planner.time import StepTime, rolling_out, step_time
+from megatron_rl.workshop.planner.phases import CACHE, Memory, decided, largest_share, planned
+from megatron_rl.workshop.planner.time import StepTime, step_time
 
-FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
 SHARE_KEY = "sampler.vllm.gpu_memory_utilization"
 
 
@@ -34,7 +31,6 @@ class Cache:
     at_limits: int  # sequences, all at their longest
     at_mean: int
     wanted: int  # sampler.vllm.max_num_seqs
-    open: int  # tokens that what is open at once has come to, on average
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,6 @@ def plan_case(case: Case) -> Plan:
     kept = PARAMETER[config.learner.precision] * trained(case.model.shape)
     host = {} if case.host else of_first_node(case, kept)
     tokens = case.engine.tokens
-    held = work.held(found.engines)
     return Plan(
         parameters=count,
         machine=machine,
@@ -96,7 +91,6 @@ def plan_case(case: Case) -> Plan:
             int(tokens / work.longest),
             int(tokens / work.length),
             max_sequences(config.sampler),
-            held,
         ),
         work=work,
         packs=case.packs,
@@ -107,11 +101,7 @@ def plan_case(case: Case) -> Plan:
         host=host,
         assumed=case.assumed,
         problems=(*_too_much(case, memory), *_too_little(case), *_too_much_of_host(machine, host)),
-        notes=(
-            *filter(None, [said]),
-            *_notes(case, memory),
-            *(_faster(case, time) if time is not None and case.limit else ()),
-        ),
+        notes=(*filter(None, [said]), *_notes(case, memory)),
     )
 
 
@@ -162,12 +152,12 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
                 shares = ""
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, "
-                f"and has {one.limit / GIB:.1f}; the most of it: {_most(one.at_peak)} GiB. {shares}"
+                f"and has {one.limit / GIB:.1f}; the most of it: {largest_parts(one.at_peak)} GiB. {shares}"
                 "`megatron-rl plan --suggest` looks for layouts that fit"
             )
 
 
-def _most(parts: Mapping[str, float]) -> str:
+def largest_parts(parts: Mapping[str, float]) -> str:
     """The three largest parts, in GiB."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in largest)
@@ -213,37 +203,12 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
 
 
-def _faster(case: Case, time: StepTime) -> Iterator[str]:
-    """More, smaller engines on the same GPUs, where they would sample faster."""
-    roles = case.roles
-    seconds = {}
-    for tp in (
-        size for size in (1, 2, 4, 8) if size < roles.engine_tp and roles.engine_tp % size == 0
-    ):
-        small = replace(
-            case,
-            config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)),
-        )
-        # one engine's cache has to hold an answer with its prompt
-        if small.engine.tokens >= case.longest:
-            many = replace(roles, engines=roles.engines * (roles.engine_tp // tp), engine_tp=tp)
-            seconds[tp] = rolling_out(small, many, small.engine).rollout
-    best = min(seconds, key=seconds.__getitem__, default=None)
-    if best is None or seconds[best] > FASTER * time.rollout:
-        return
-    yield (
-        f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would "
-        f"take {duration(seconds[best])} for a rollout, not {duration(time.rollout)} (sampler.engines); "
-        "--suggest has such"
-    )
-
-
 def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
         yield (
             f"host memory: the first node needs {needed:.0f} GiB of its own, has "
-            f"{machine.host_gib:.0f}; the most of it: {_most(host)} GiB. Use more nodes, or leave "
+            f"{machine.host_gib:.0f}; the most of it: {largest_parts(host)} GiB. Use more nodes, or leave "
             "learner.offload at none"
         )
 

@@ -34,7 +34,6 @@ SHOWN = 5
 FASTEST = 6
 SMALLEST = 3
 LEAST_SHARE = 0.1  # of a GPU's memory, for an engine
-MOST_NODES = 64
 POWERS = (1, 2, 4, 8, 16, 32)
 STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LEAST_BUDGET = 8192  # tokens of a micro-batch
@@ -106,8 +105,8 @@ def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
 
 
 def _with_room(base: Case, way: str, config: Config) -> Config | None:
-    """An engine beside the learner gets what the learner leaves."""
-    if way not in ("in turns", "side by side"):
+    """An engine that takes turns with the learner gets what the learner leaves."""
+    if way != "in turns":
         return config
     alone = plan_case(replace(base, config=_with_share(config, SPLIT)))
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
@@ -131,10 +130,11 @@ def refused(config: Config, machine: Machine) -> list[str]:
 
 
 def describe(recipe: str, base: Case) -> tuple[str, bool]:
-    """The best few, as lines to paste; where nothing fits, from how many GPUs on something does."""
+    """The best few, as lines to paste."""
     found = suggestions(base)
     if not found:
-        return "\n".join(_nothing(base)), False
+        nothing = f"{base.config.model.path} does not fit {base.machine}, in any layout; name a "
+        return nothing + "larger machine with --on", False
     head = ("", "learner and engines", "learner", "engines", "of the memory", "a step", "GPU-hours")
     rows = [_row(number, one) for number, one in enumerate(found, 1)]
     lines = [
@@ -176,19 +176,6 @@ def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     )
 
 
-def _nothing(base: Case) -> Iterator[str]:
-    larger = base.machine
-    yield f"{base.config.model.path} does not fit {larger}, in any layout"
-    while larger.nodes * larger.gpus < MOST_NODES * 8:
-        if larger.gpus < 8:
-            larger = replace(larger, gpus=larger.gpus * 2)
-        else:
-            larger = replace(larger, nodes=larger.nodes * 2)
-        if found := suggestions(replace(base, machine=larger), count=1):
-            yield f"it fits {larger}: {' '.join(overrides(base.config, found[0].config))}"
-            return
-
-
 def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(way, ranks of the learner, sections of the sampler's side)."""
     gpus, total = machine.gpus, machine.gpus * machine.nodes
@@ -196,15 +183,13 @@ def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict
         if config.sync.every == 1:
             near = machine.nodes == 1
             yield "in turns", total, _in_turns(config, tp, gpus, near)
-        if machine.nodes == 1:
-            yield "side by side", total, _servers(config, tp, range(gpus), None)
         for learner in (
             sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0})
             if machine.nodes == 1
             else ()
         ):
             if gpus - learner >= tp:
-                yield "apart", learner, _servers(config, tp, range(learner, gpus), SPLIT)
+                yield "apart", learner, _servers(config, tp, range(learner, gpus))
         for nodes in sorted({machine.nodes // 4, machine.nodes // 2, 3 * machine.nodes // 4} - {0}):
             if nodes < machine.nodes:
                 yield "on nodes apart", nodes * gpus, _distant(config, tp, machine, nodes)
@@ -223,10 +208,10 @@ def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
     }
 
 
-def _servers(config: Config, tp: int, gpus: range, share: float | None) -> dict[str, Any]:
+def _servers(config: Config, tp: int, gpus: range) -> dict[str, Any]:
     """Sections for as many engines as fit on these GPUs of the first node."""
     count = len(gpus) // tp
-    sampler = _sampler(config, tp, share)
+    sampler = _sampler(config, tp, SPLIT)
     devices = ",".join(map(str, gpus[: count * tp]))
     sampler = replace(sampler, engines=count, devices=devices)
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file)}

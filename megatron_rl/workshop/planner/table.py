@@ -1,95 +1,66 @@
-"""Text of `megatron-rl plan`, with a table of memory for GPUs of each role."""
+"""Text of `megatron-rl plan`, with a table of memory for GPUs of each role (learner, engine,
+both).
+"""
 
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.schema import Config, InFlight, RolloutSection
+from megatron_rl.config.schema import Config
 from megatron_rl.preflight.notes import unusual_clip
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner import summary
 from megatron_rl.workshop.planner.case import keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
-from megatron_rl.workshop.planner.plan import Plan
-from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
+from megatron_rl.workshop.planner.plan import Plan, largest_parts
+from megatron_rl.workshop.planner.time import StepTime
 
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
 
 def describe(config: Config, plan: Plan, changes: Sequence[str] = ()) -> str:
-    rows = [
+    recipe = [
         ("learner", summary.arithmetic(config.learner)),
         *summary.objective(config),
         *summary.changed(changes),
     ]
-    told = [f"{name:<9} {text}" for name, text in rows]
     sections = [
-        list(_who(config, plan)),
-        told,
+        list(_roles(config, plan)),
+        [f"{name:<9} {text}" for name, text in recipe],
         *(_memory(one) for one in plan.memory),
         list(_rest(config, plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _who(config: Config, plan: Plan) -> Iterator[str]:
+def _roles(config: Config, plan: Plan) -> Iterator[str]:
     roles = plan.roles
     work = plan.work
-    if roles.learner_nodes > 1:
-        where = f"{roles.learner_nodes} node(s), {roles.tasks_per_node} on each"
-    else:
-        where = "one node"
     yield f"machine   {plan.machine}"
     yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
-    yield f"learner   {roles.learner:,} ranks ({summary.axes(plan.layout)}) on {where}"
-    if roles.shared:
-        beside = f", {len(roles.shared)} of them the learner's, too"
-    else:
-        beside = ""
-    if roles.local:
-        local = f"GPUs {', '.join(map(str, roles.local))} of the first node{beside}"
-    else:
-        local = "other nodes"
-    local = local if plan.machine.gpus else "this host"
-    if roles.distant and roles.local:
-        others = f" and {roles.distant} on other nodes"
-    else:
-        others = ""
-    yield f"sampler   {roles.engines:,} engine(s) of {roles.engine_tp} on {local}{others}"
+    yield (
+        f"learner   {roles.learner:,} ranks ({summary.axes(plan.layout)}) on "
+        f"{roles.learner_nodes} node(s)"
+    )
+    engines = f"{roles.engines:,} engine(s) of {roles.engine_tp}"
+    if plan.machine.gpus and roles.local:
+        gpus = ",".join(map(str, roles.local))
+        engines += f", on GPUs {gpus} of the first node ({len(roles.shared)} shared)"
+    if roles.distant:
+        engines += f", {roles.distant} of them on other nodes"
+    yield f"sampler   {engines}"
     yield (
         f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; "
         f"{work.updates} update(s) of {plan.packs} micro-batch(es) on each replica"
     )
     if work.sessions:
-        yield from _sessions(config, plan)
-
-
-def _sessions(config: Config, plan: Plan) -> Iterator[str]:
-    work = plan.work
-    time = plan.time
-    kept = keeps_prefixes(config.sampler)
-    yield (
-        f"sessions  about {work.turns:g} turns, {work.sampled:,.0f} tokens sampled and "
-        f"{work.read:,.0f} read behind a prompt of {work.prompt:,.0f}; {work.open} open at once "
-        "(environment.sessions)"
-    )
-    yield (
-        f"          an engine prefills {work.prefilled(kept):,.0f} of them for each, "
-        f"{work.prefilled(not kept):,.0f} {'without' if kept else 'with'} "
-        "sampler.vllm.enable_prefix_caching"
-        + (f", which would take {duration(time.cold)} {'more' if kept else 'less'}" if time else "")
-    )
-    if time:
-        worked = work.sequences * (work.turns - 1) * plan.assumed.tool_s
-        waiting = time.in_tools * work.halfway
+        prefilled = work.prefilled(keeps_prefixes(config.sampler))
         yield (
-            f"          tools work {duration(worked)} in a step, all sessions together, and a "
-            f"rollout waits {duration(time.tools)} for them; {time.in_tools:,.0f} of an engine's "
-            f"{work.open_of(plan.roles.engines)}"
+            f"sessions  about {work.turns:g} turns, {work.sampled:,.0f} tokens sampled, "
+            f"{work.read:,.0f} read and {prefilled:,.0f} prefilled behind a prompt of "
+            f"{work.prompt:,.0f}; {work.open} open at once (environment.sessions)"
         )
-        yield (
-            f"          open sessions are at a tool and keep {waiting:,.0f} tokens of its cache "
-            f"meanwhile, all of them {plan.cache.open:,}"
-        )
+        if plan.time:
+            yield f"          a rollout waits {duration(plan.time.tools)} for tools"
 
 
 def _memory(memory: Memory) -> list[str]:
@@ -99,33 +70,11 @@ def _memory(memory: Memory) -> list[str]:
         (part, *(_gib(memory.phases[phase].get(part, 0.0)) for phase in MOMENTS)) for part in parts
     ]
     rows.append(("all, in GiB", *(_gib(sum(memory.phases[phase].values())) for phase in MOMENTS)))
-    most = sorted(memory.at_peak.items(), key=lambda part: -part[1])[:3]
-    told = ", ".join(f"{part} {nbytes / memory.peak:.0%}" for part, nbytes in most)
-    lines = table(head, rows)
-    if memory.limit is None or memory.margin is None:
-        return [*lines, f"  most in {memory.peak_phase}: {told}"]
-    less = f"{abs(memory.margin) / GIB:.1f} GiB {'left' if memory.margin >= 0 else 'too much'}"
-    usable = f"{_gib(memory.peak)} of {_gib(memory.limit)} GiB in {memory.peak_phase} ({told})"
-    return [*lines, f"  {memory.verdict}: {usable}; {less}"]
-
-
-def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]:
-    if time.rollout > time.learner:
-        waits = "learner waits for answers"
-    else:
-        waits = "sampler waits for updates"
-    yield (
-        f"ahead     {duration(time.overlap)} of a step overlap, in turns it would take "
-        f"{duration(time.in_turn)}; the {waits}. Batches that wait take "
-        f"{_gib(plan.work.waiting_bytes(rollout.ahead))} GiB of the driver's host"
-    )
-    # an update that comes into the middle of an answer makes the rest of it younger
-    if rollout.in_flight is InFlight.continue_:
-        older = min(1.0, time.learner / time.rollout)
-    else:
-        older = 1.0
-    yield f"          engines stand still for {duration(time.pause)} of a sync of {duration(time.sync)}"
-    yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
+    most = _gib(memory.peak)
+    if memory.limit is not None:
+        most += f" of {_gib(memory.limit)}"
+    most += f" GiB in {memory.peak_phase} ({largest_parts(memory.at_peak)})"
+    return [*table(head, rows), f"  {memory.verdict}: {most}"]
 
 
 def _gib(nbytes: float) -> str:
@@ -138,8 +87,6 @@ def _gib(nbytes: float) -> str:
 
 def _rest(config: Config, plan: Plan) -> Iterator[str]:
     cache = plan.cache
-    sync = config.sync
-    learner = config.learner
     yield (
         f"cache     {cache.tokens:,} tokens of an engine: {cache.at_limits:,} sequences at their "
         f"limit of {plan.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs "
@@ -148,21 +95,16 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
     yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
     if plan.host:
         parts = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in plan.host.items())
-        has = plan.machine.host_gib
-        if has:
-            there = f"this one has {has:.0f}"
-        else:
-            there = "how much that one has is not known"
-        yield f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory ({parts}); {there}"
-    old = max(config.rollout.ahead, sync.every - 1)
-    if old:
-        behind = f"answers are up to {old} update(s) of the sampler old"
-    else:
-        behind = ""
-    within = f"the last of a step's updates is {learner.n_minibatches - 1} behind them" * (
-        learner.n_minibatches > 1
+        has = f"{plan.machine.host_gib:.0f}" if plan.machine.host_gib else "not known"
+        yield (
+            f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory "
+            f"({parts}); it has: {has}"
+        )
+    old = max(config.rollout.ahead, config.sync.every - 1)
+    yield (
+        f"staleness answers are up to {old} update(s) of the sampler old, and the last of a step's "
+        f"updates {config.learner.n_minibatches - 1} more"
     )
-    yield f"staleness {'; '.join(filter(None, (behind, within))) or 'none: each answer is of the policy it trains'}"
     if plan.time is None:
         yield "time      not known for this machine; --on names one, such as 1x8xH100-80"
     else:
@@ -171,11 +113,7 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
-    phases = ", ".join(
-        f"{phase} {duration(getattr(time, phase))}"
-        for phase in PHASES
-        if getattr(time, phase) >= 0.5
-    )
+    phases = ", ".join(f"{phase} {duration(getattr(time, phase))}" for phase in PHASES)
     steps = config.run.steps
     yield f"time      a step {duration(time.step)}: {phases}"
     yield (
@@ -185,20 +123,18 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
     yield (
         f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a "
         f"token of each; update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for "
-        "stages"
-    )
-    yield (
-        f"          an update gets {time.mfu:.0%} of the GPUs' peak, counted by launches, bytes "
-        "and products (docs/scale.md)"
+        f"stages, {time.mfu:.0%} of the GPUs' peak (docs/scale.md)"
     )
     if time.ahead:
-        yield from _ahead(time, plan, config.rollout)
-    word = "less" if time.fp8_s >= 0 else "more"
-    yield (
-        f"fp8       a learner in FP8 takes about {duration(abs(time.fp8_s))} {word} for "
-        f"{plan.work.tokens / 1e6:.2f} M tokens than in BF16, and 2 bytes more for each weight; it "
-        f"pays above {FP8_PAYS / 1e6:.2f} M tokens a step"
-    )
+        if time.rollout > time.learner:
+            waits = "learner waits for answers"
+        else:
+            waits = "sampler waits for updates"
+        waiting = plan.work.waiting_bytes(config.rollout.ahead)
+        yield (
+            f"ahead     {duration(time.overlap)} of a step overlap, the {waits}; batches that wait "
+            f"take {_gib(waiting)} GiB of the driver's host"
+        )
     known = vars(plan.assumed)
     if not plan.work.sessions:
         known = {name: value for name, value in known.items() if name not in OF_SESSIONS}

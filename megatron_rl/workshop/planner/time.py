@@ -9,10 +9,9 @@ from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, Sleep, Transport
 from megatron_rl.learner.modules.costs import Operations, operations
 from megatron_rl.models.mapping import parameters
-from megatron_rl.preflight.roles import Roles
 from megatron_rl.workshop.planner import passes
 from megatron_rl.workshop.planner.case import Case, keeps_prefixes
-from megatron_rl.workshop.planner.memory.engine import EngineMemory, utilization
+from megatron_rl.workshop.planner.memory.engine import utilization
 from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held
 from megatron_rl.workshop.planner.passes import GIGA, TERA
 
@@ -32,7 +31,6 @@ class Learning:
     mfu: float  # of an update, as perf/update_mfu: what is computed again does not count
     bubble: float  # share of an update that pipeline stages wait
     talking: float  # share of an update that ranks spend in collectives
-    fp8_s: float  # what an FP8 learner takes less than a BF16 one; negative: more
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class Sampling:
     decode_s: float  # of rollout: one token of every sequence that is decoded together
     decoded: int  # sequences that an engine decodes together
     tools: float  # of rollout: tools work, and engines have nothing else to do
-    in_tools: float  # sessions of an engine that wait for a tool, on average
-    cold: float  # what a rollout takes more where engines keep no prefixes
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class StepTime(Sampling, Learning):
     sync: float
     save: float
     quantize: float  # of sync
-    pause: float = 0.0  # of sync: engines load what they have checked, and answer nothing
     ahead: bool = False
 
     @property
@@ -71,10 +66,8 @@ class StepTime(Sampling, Learning):
 
     @property
     def overlap(self) -> float:
-        """What the shorter half does while the longer one goes on."""
-        if self.ahead:
-            return min(self.rollout, self.learner)
-        return 0.0
+        """Seconds in which rollouts and the learner both work."""
+        return self.ahead * min(self.rollout, self.learner)
 
     @property
     def step(self) -> float:
@@ -83,31 +76,16 @@ class StepTime(Sampling, Learning):
 
 def step_time(case: Case) -> StepTime:
     learned = learning(case)
-    sampled = rolling_out(case, case.roles, case.engine)
+    sampled = rolling_out(case)
+    every = case.config.sync.every
     return StepTime(
-        sync=(_syncing(case) + _quantizing(case)) / case.config.sync.every,
-        quantize=_quantizing(case) / case.config.sync.every,
-        pause=_pausing(case) / case.config.sync.every,
+        sync=(_syncing(case) + _quantizing(case)) / every,
+        quantize=_quantizing(case) / every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
         **vars(sampled),
         **vars(learned),
     )
-
-
-def parts(case: Case) -> dict[tuple[str, str], float]:
-    """Seconds by phase and part, of which `--fit` finds the factors."""
-    time = step_time(case)
-    format = case.config.quantization.format
-    host = time.rollout * case.assumed.host_ms / 1e3 / time.decode_s
-    return {
-        ("rollout", "host"): host,
-        ("rollout", f"engines {format}"): time.rollout - host,
-        ("prox", "prox"): time.prox,
-        ("update", "update"): time.update,
-        ("sync", "moved"): time.sync - time.quantize,
-        ("sync", f"quantized {format}"): time.quantize,
-    }
 
 
 def learning(case: Case) -> Learning:
@@ -130,7 +108,6 @@ def learning(case: Case) -> Learning:
         mfu=passes.needed(case) / update / (case.gpu.tflops * TERA),
         bubble=1 - 1 / (1 + bubble),
         talking=talking / busy,
-        fp8_s=gain,
     )
 
 
@@ -198,7 +175,7 @@ def _link(case: Case, ranks: int) -> float:
     return (case.gpu.link_gbs if inside else case.gpu.network_gbs) * GIGA * case.assumed.link
 
 
-def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
+def rolling_out(case: Case) -> Sampling:
     """Prompts once for all their answers, answers as many at a time as fit, and the longest alone
     at the end.
 
@@ -210,15 +187,12 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
     gpu = case.gpu
     work = case.work
     assumed = case.assumed
-    decode_s, decoded = _decoding(case, roles, engine)
-    of_engine = work.sequences / roles.engines
-    token_s = (
-        operations(case.model, work.prompt).body
-        / roles.engine_tp
-        / (gpu.tflops * TERA * assumed.sampling)
-    )
-    warm, cold = (of_engine * work.prefilled(kept) * token_s for kept in (True, False))
-    prompts = of_engine / config.rollout.samples_per_prompt * work.prompt * token_s
+    decode_s, decoded = _decoding(case)
+    of_engine = work.sequences / case.roles.engines
+    rate = gpu.tflops * TERA * assumed.sampling
+    token_s = operations(case.model, work.prompt).body / case.roles.engine_tp / rate
+    prefilled = work.prompt / config.rollout.samples_per_prompt
+    prefilled += work.prefilled(keeps_prefixes(config.sampler))
     late = max(config.rollout.max_response_tokens * assumed.longest - work.sampled / work.turns, 0)
     tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2)
     # of one session
@@ -227,14 +201,15 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
     rounds = work.sequences / work.open  # of open sessions, one after the other
     sampling = of_engine / decoded * alone
     tools = max(rounds * (alone + waited) - max(sampling, rounds * alone), waited)
-    seconds = prompts + (warm if keeps_prefixes(config.sampler) else cold) + sampling + tail + tools
-    in_tools = of_engine * waited / (sampling + tools)
-    rollout, tools, cold = (each * assumed.batches for each in (seconds, tools, cold - warm))
-    return Sampling(rollout, decode_s, decoded, tools, in_tools, cold)
+    seconds = of_engine * prefilled * token_s + sampling + tail + tools
+    return Sampling(seconds * assumed.batches, decode_s, decoded, tools * assumed.batches)
 
 
-def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, int]:
+def _decoding(case: Case) -> tuple[float, int]:
+    """Seconds of a token of every sequence under way in an engine, and how many those are."""
     shape = case.model.shape
+    roles = case.roles
+    engine = case.engine
     gpu = case.gpu
     work = case.work
     assumed = case.assumed

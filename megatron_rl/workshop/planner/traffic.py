@@ -1,34 +1,157 @@
-"""Bytes of a weight sync by kind of link, beside a lower bound, as text or numbers: a part of
-`megatron-rl plan`.
+"""Bytes of a weight sync by kind of link, beside a lower bound: a part of `megatron-rl plan`.
+Reckoned from shapes and layouts; no sync reads it.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
-from megatron_rl.config.schema import Config, Transport
-from megatron_rl.models.layout import Layout
+from megatron_rl.config.schema import Config, Format, Transport
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.model import Model
-from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
+from megatron_rl.models.table import Row, Split
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.quantization.formats import is_quantized, outputs, scale_name
 from megatron_rl.runs.console import table
-from megatron_rl.workshop.planner.case import Assumptions
+from megatron_rl.weight_sync.engine_shards import SMALL
+from megatron_rl.workshop.planner.summary import axes
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
-    "  busiest end: everything that goes through the most loaded rank, which its network card has "
-    "to carry; engines on one host read the `file` transport's bytes from one shared copy"
+    "  busiest end: all bytes through the most loaded rank; engines on one host read the `file` "
+    "transport's bytes from one shared copy"
 )
-MEMORY_TBS = 3.35  # of an H100
+PLAIN = "bfloat16"  # what is not quantized
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks of it."""
+class Transfer:
+    """One Hugging Face tensor on its way."""
 
-    replicas: int = 1  # sampler engines
-    link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds
-    rows: int = 5  # writers and tensors to name
+    tensor: TensorSpec
+    stage: int  # pipeline stage of the writer
+
+
+# a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights'
+# group)
+GroupKey = tuple[int, int | None]
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    transfers: tuple[Transfer, ...]
+    writers: dict[tuple[int, int], int]  # (stage, expert-parallel rank) -> bytes it writes
+    gathers: dict[
+        GroupKey, tuple[int, ...]
+    ]  # bytes that each rank but the first sends to the first
+    plain_bytes: int  # the same weights in BF16
+    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over
+    # key-value heads
+    whole_bytes: int
+    split_bytes: int
+    key_value_bytes: int
+    uncut_bytes: int  # of the latter two, what the file transport leaves whole because it is small
+    kv_heads: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole_bytes + self.split_bytes + self.key_value_bytes
+
+    def loaded_bytes(self, sampler_tp: int) -> int:
+        """Bytes that one of so many tensor-parallel ranks of an engine loads."""
+        heads = min(sampler_tp, self.kv_heads)
+        return self.whole_bytes + self.split_bytes // sampler_tp + self.key_value_bytes // heads
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One output of one kind of weight: the same for every layer and expert, so worked out once."""
+
+    tensor: TensorSpec  # of the first of its kind
+    split: bool  # whether the ranks of a group hold different parts of it
+    sent: tuple[int, ...]  # by every rank of the group but the first
+
+
+def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    shape = model.shape
+    layout = model.layout
+    stage_of = {
+        layer: pp for pp in range(layout.pp) for layer in layout.own_layers(shape.layers, pp)
+    }
+    per_rank = max(shape.experts // layout.ep, 1)
+    kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
+    transfers: list[Transfer] = []
+    writers: dict[tuple[int, int], int] = {}
+    sent: dict[GroupKey, list[int]] = {}
+    held = dict.fromkeys(("plain", "whole", "split", "key_value", "uncut"), 0)
+    joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
+    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        if param.layer is not None:
+            stage = stage_of[param.layer]
+        elif param.row.megatron[0].startswith("embedding."):
+            stage = 0
+        else:
+            stage = layout.pp - 1
+        expert_rank = None
+        if param.expert is not None:
+            expert_rank = param.expert // per_rank
+        quantized = tuple(is_quantized(name, format, ignore) for name in param.hf)
+        key = (param.row, quantized)
+        if key not in kinds:
+            kinds[key] = _kinds(param, model, format, ignore)
+        writer = (stage, expert_rank or 0)
+        size = layout.expert_tp if param.row.expert else layout.tp
+        from_ranks = sent.setdefault((stage, expert_rank), [0] * (size - 1))
+        for name, made in zip(param.hf, kinds[key], strict=True):
+            for out_name, kind in zip((name, scale_name(name)), made, strict=False):
+                tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
+                transfers.append(Transfer(tensor, stage))
+                writers[writer] = writers.get(writer, 0) + tensor.nbytes
+                key_value = 0
+                if kind.split:
+                    key_value = int(tensor.nbytes * of_heads.get(name.rsplit(".", 2)[-2], 0))
+                    held["split"] += tensor.nbytes - key_value
+                    held["uncut"] += tensor.nbytes * (tensor.nbytes < SMALL)
+                else:
+                    held["whole"] += tensor.nbytes
+                held["key_value"] += key_value
+                for rank, nbytes in enumerate(kind.sent):
+                    from_ranks[rank] += nbytes
+        held["plain"] += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in param.sizes.items())
+    gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
+    totals = {f"{how}_bytes": each for how, each in held.items()}
+    return SyncPlan(tuple(transfers), writers, gathers, kv_heads=shape.kv_heads, **totals)
+
+
+def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
+    """The outputs of each Hugging Face tensor behind a parameter."""
+    shape = model.shape
+    layout = model.layout
+    size = layout.expert_tp if param.row.expert else layout.tp
+    split = param.row.split is not Split.replicated
+    of_ranks = [
+        [
+            outputs(piece, format, ignore, PLAIN, split)
+            for piece in param.slices(shape, layout, Place(tp=r, etp=r))
+        ]
+        for r in range(size)
+    ]
+    return [
+        [
+            _Kind(
+                first.tensor,
+                first.dim is not None,
+                tuple(out.part.nbytes * (out.dim is not None) for out in rest),
+            )
+            for first, *rest in zip(*pieces, strict=True)
+        ]
+        for pieces in zip(*of_ranks, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -47,142 +170,100 @@ class Links:
 
     kind: str
     count: int
-    busiest: int  # bytes on one link
     total: int  # bytes on all of them
-    end: int  # bytes through the busiest end: what one network card sees
-    meaning: str
+    end: int  # bytes through the busiest end, which its network card has to carry
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What no way of moving these weights, in this format, can undercut."""
+    """Bytes that no way of moving these weights, in this format, can undercut."""
 
-    out: int  # bytes that leave the busiest learner rank, if all holders of a weight share the work
-    into: int  # bytes that enter the busiest sampler rank: its own shard
-    total: int  # bytes that enter all sampler ranks
+    out: int  # leave the busiest learner rank, if all holders of a weight share the work
+    into: int  # enter the busiest sampler rank: its own shard
+    total: int  # enter all sampler ranks
 
     @property
     def busiest(self) -> int:
         return max(self.out, self.into)
 
 
-def problems(config: Config, hf_config: Mapping[str, Any], request: Request) -> list[str]:
-    """Every reason at once where the sizes do not go together."""
-    try:
-        model = Model.of(hf_config, Layout.from_config(config.learner))
-    except ValueError as error:
-        return [f"model.path={config.model.path}: {error}"]
-    found = size_problems(model, config.sampler, config.quantization)
-    if request.replicas < 1:
-        found.append(f"--replicas {request.replicas}: expected 1 or more")
-    if request.link_gbs is not None and not 0 < request.link_gbs < math.inf:
-        found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
-    return found
+class Traffic:
+    """A sync between a learner and engines of these sizes."""
 
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], replicas: int) -> None:
+        self._config = config
+        self.model = Model.of(hf_config, Layout.from_config(config.learner))
+        self.sampler = SamplerLayout(config.sampler.tensor_parallel, replicas)
+        quantization = config.quantization
+        self.plan = plan_sync(self.model, quantization.format, quantization.ignore)
+        self.links = links(self.plan, self.sampler, config.sync.transport)
+        self.bound = lower_bound(self.plan, self.model, self.sampler)
 
-def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """A sync's traffic as numbers, for programs."""
-    model, sampler, plan = _planned(config, hf_config, request)
-    found = links(plan, sampler, config.sync.transport)
-    return {
-        "bytes": plan.nbytes,
-        "tensors": len(plan.transfers),
-        "writers": len(plan.writers),
-        "links": [asdict(one) for one in found],
-        "lower_bound": asdict(lower_bound(plan, model, sampler)),
-    }
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "bytes": self.plan.nbytes,
+            "tensors": len(self.plan.transfers),
+            "writers": len(self.plan.writers),
+            "links": [asdict(one) for one in self.links],
+            "lower_bound": asdict(self.bound),
+        }
 
+    def describe(self, link_gbs: float | None) -> str:
+        config = self._config
+        plan = self.plan
+        layout = self.model.layout
+        who = [
+            f"model     {config.model.path}: {self.model.shape.family}, "
+            f"{plan.plain_bytes / 2e6:,.1f} M parameters",
+            f"learner   {layout.world:,} ranks ({axes(layout)}), of which "
+            f"{len(plan.writers):,} write",
+            f"sampler   {self.sampler.world:,} ranks (TP{self.sampler.tp} x "
+            f"{self.sampler.replicas:,} engines)",
+            f"sync      quantization.format={config.quantization.format}, "
+            f"sync.transport={config.sync.transport}, every {config.sync.every} step(s)",
+        ]
+        sections = [who, _tensors(plan), _links(self.links, link_gbs), self._bound(link_gbs)]
+        return "\n\n".join("\n".join(section) for section in sections)
 
-def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> str:
-    model, sampler, plan = _planned(config, hf_config, request)
-    shape = model.shape
-    layout = model.layout
-    axes = [
-        ("TP", layout.tp),
-        ("PP", layout.pp),
-        ("VP", layout.chunks),
-        ("CP", layout.cp),
-        ("EP", layout.ep),
-    ]
-    axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
-    sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
-    who = [
-        f"model     {config.model.path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M "
-        "parameters",
-        f"learner   {layout.world:,} ranks ({sizes}), of which {len(plan.writers):,} write",
-        f"sampler   {sampler.world:,} ranks (TP{sampler.tp} x {sampler.replicas:,} engines)",
-        f"sync      quantization.format={config.quantization.format}, "
-        f"sync.transport={config.sync.transport}, every {config.sync.every} step(s)",
-    ]
-    found = links(plan, sampler, config.sync.transport)
-    bound = lower_bound(plan, model, sampler)
-    sections = [
-        who,
-        _what(plan),
-        _links(found, request.link_gbs),
-        _bound(found, bound, request.link_gbs),
-    ]
-    sections += (
-        [_writers(plan, request.rows), _largest(plan, request.rows)] if request.rows > 0 else []
-    )
-    return "\n\n".join("\n".join(section) for section in sections)
-
-
-def _planned(
-    config: Config, hf_config: Mapping[str, Any], request: Request
-) -> tuple[Model, SamplerLayout, SyncPlan]:
-    model = Model.of(hf_config, Layout.from_config(config.learner))
-    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
-    return model, SamplerLayout(config.sampler.tensor_parallel, request.replicas), plan
+    def _bound(self, link_gbs: float | None) -> list[str]:
+        bound = self.bound
+        rows = [
+            ("out of a learner rank", _size(bound.out), "all holders of a weight share the work"),
+            ("into a sampler rank", _size(bound.into), "its own shard"),
+            ("into all sampler ranks", _size(bound.total), ""),
+        ]
+        built = max(one.end for one in self.links)
+        tail = f"  the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least"
+        if link_gbs is not None:
+            least = _seconds(bound.busiest, link_gbs)
+            tail += f": {_seconds(built, link_gbs)} against {least} at {link_gbs:g} GB/s"
+        return [*table(("lower bound", "bytes", ""), rows), tail]
 
 
 def links(plan: SyncPlan, sampler: SamplerLayout, transport: Transport) -> list[Links]:
-    """Every kind of link that carries bytes, with its numbers."""
+    """Every kind of link that carries bytes."""
+    dense = [sent for (_, expert), sent in plan.gathers.items() if expert is None]
+    experts = [sent for (_, expert), sent in plan.gathers.items() if expert is not None]
     found = []
-    for weights, rank in (
-        ("dense weights", "a tensor-parallel"),
-        ("experts", "an expert-tensor-parallel"),
-    ):
-        groups = [
-            sent
-            for (_, expert), sent in plan.gathers.items()
-            if (expert is None) == (weights != "experts")
-        ]
+    for weights, groups in (("dense weights", dense), ("experts", experts)):
         sent = [nbytes for of_ranks in groups for nbytes in of_ranks if nbytes]
         end = max(map(sum, groups), default=0)
-        meaning = f"{rank} rank -> the writer of its group"
-        found.append(_kind(f"learner: gather of {weights}", sent, end, meaning))
-    rings = [(len(plan.gathers[group]) + 1, nbytes) for group, nbytes in plan.maxima.items()]
-    # an all-reduce around a ring passes nearly twice its bytes over each of its links
-    each = [passed for size, nbytes in rings for passed in [2 * (size - 1) * nbytes // size] * size]
-    around = "around a tensor-parallel group, so that shards of one row get one scale"
-    found.append(_kind("learner: row maxima", each, max(each, default=0), around))
-    writers = [*plan.writers.values()]
+        found.append(Links(f"learner: gather of {weights}", len(sent), sum(sent), end))
+    writers = list(plan.writers.values())
     if transport == Transport.file:
-        found.append(
-            _kind(
-                "learner -> files",
-                writers,
-                max(writers),
-                "a writer's tensors, once for all engines",
-            )
-        )
-        own = plan.loaded_bytes(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
-        reads = "what a sampler rank loads, and scales that are too small to be cut"
-        found.append(_kind("files -> sampler", [own] * sampler.world, own, reads))
-    else:
-        to_all = [nbytes for nbytes in writers for _ in range(sampler.world)]
-        whole = "a writer's tensors -> one sampler rank, whole: vLLM's own transports cut nothing"
-        found.append(_kind("learner -> sampler", to_all, plan.nbytes, whole))
+        found.append(Links("learner -> files", len(writers), sum(writers), max(writers)))
+        # scales too small to be cut are read whole
+        read = plan.loaded_bytes(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
+        found.append(Links("files -> sampler", sampler.world, read * sampler.world, read))
+    else:  # vLLM's own transports hand whole tensors to every rank
+        count = len(writers) * sampler.world
+        total = plan.nbytes * sampler.world
+        found.append(Links("learner -> sampler", count, total, plan.nbytes))
     return [one for one in found if one.count]
 
 
-def _kind(kind: str, each: list[int], end: int, meaning: str) -> Links:
-    return Links(kind, len(each), max(each, default=0), sum(each), end, meaning)
-
-
 def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBound:
-    """Every byte leaves the learner once and each sampler rank receives its shard; samplers may
+    """Every byte leaves the learner once, and each sampler rank receives its shard; samplers may
     pass bytes on.
     """
     stages: dict[int, int] = {}
@@ -195,93 +276,40 @@ def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBo
     return LowerBound(out, shard, shard * sampler.world)
 
 
-def _what(plan: SyncPlan) -> list[str]:
-    kinds: dict[str, tuple[int, int]] = {}
+def _tensors(plan: SyncPlan) -> list[str]:
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for transfer in plan.transfers:
-        scale = transfer.tensor.name.endswith(".weight_scale")
-        if scale:
-            kind = f"{transfer.tensor.dtype} scales"
-        else:
-            kind = transfer.tensor.dtype
-        count, nbytes = kinds.get(kind, (0, 0))
-        kinds[kind] = (count + 1, nbytes + transfer.tensor.nbytes)
-    rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
+        tensor = transfer.tensor
+        kind = tensor.dtype
+        if tensor.name.endswith(".weight_scale"):
+            kind = f"{kind} scales"
+        counts[kind] = counts.get(kind, 0) + 1
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    rows = [(kind, f"{counts[kind]:,}", _size(sizes[kind])) for kind in sorted(counts)]
     rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
     rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
     return table(("what moves", "tensors", "bytes"), rows)
 
 
 def _links(found: list[Links], link_gbs: float | None) -> list[str]:
-    head = ["links of one sync", "count", "busiest link", "all links", "busiest end"]
-    rows = [
-        [each.kind, f"{each.count:,}", *map(_size, (each.busiest, each.total, each.end))]
-        for each in found
-    ]
+    head = ["links of one sync", "count", "all links", "busiest end"]
+    rows = [[one.kind, f"{one.count:,}", _size(one.total), _size(one.end)] for one in found]
     if link_gbs is not None:
         head.append(f"at {link_gbs:g} GB/s")
-        rows = [[*row, _seconds(each.end, link_gbs)] for row, each in zip(rows, found, strict=True)]
-    return [*table(head, rows), *(f"  {each.kind}: {each.meaning}" for each in found), END]
-
-
-def _bound(found: list[Links], bound: LowerBound, link_gbs: float | None) -> list[str]:
-    rows = [
-        [
-            "out of a learner rank",
-            _size(bound.out),
-            "each weight leaves once, all its holders share the work",
-        ],
-        ["into a sampler rank", _size(bound.into), "its own shard"],
-        ["into all sampler ranks", _size(bound.total), "what must move at least"],
-    ]
-    built = max(one.end for one in found)
-    tail = [
-        f"  as built, the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least "
-        "that it could"
-    ]
-    if link_gbs is not None:
-        tail[0] += (
-            f": {_seconds(built, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at "
-            f"{link_gbs:g} GB/s"
-        )
-        assumed = Assumptions()
-        sync = sum(one.end for one in found) / link_gbs
-        near = assumed.loading * bound.into / MEMORY_TBS / 1e3
-        tail.append(
-            f"  engines stand still while they load what they have checked: {near / 1e9:.3g} s "
-            f"from device memory at {MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; "
-            f"{_seconds(bound.into, assumed.host_gbs)} at {assumed.host_gbs:g} GB/s from the "
-            "host's, where the device has no room beside its cache"
-        )
-    return [*table(("lower bound", "bytes", ""), rows), *tail]
-
-
-def _writers(plan: SyncPlan, shown: int) -> list[str]:
-    ranked = sorted(plan.writers.items(), key=lambda item: (-item[1], item[0]))
-    rows = [
-        (f"stage {stage}, expert rank {expert}", _size(n)) for (stage, expert), n in ranked[:shown]
-    ]
-    if rest := ranked[shown:]:
-        rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
-    return table(("writer", "bytes of a version"), rows)
-
-
-def _largest(plan: SyncPlan, count: int) -> list[str]:
-    ranked = sorted(plan.transfers, key=lambda one: (-one.tensor.nbytes, one.tensor.name))[:count]
-    pairs = [(one.tensor, one.shards) for one in ranked]
-    rows = [
-        (t.name, "x".join(map(str, t.shape)), t.dtype, f"{shards}", _size(t.nbytes))
-        for t, shards in pairs
-    ]
-    return table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows)
+        for row, one in zip(rows, found, strict=True):
+            row.append(_seconds(one.end, link_gbs))
+    return [*table(head, rows), END]
 
 
 def _size(nbytes: float) -> str:
-    power = next(
-        (power for power in range(len(UNITS)) if nbytes < 1024 ** (power + 1)), len(UNITS) - 1
-    )
-    if power == 0:
+    if nbytes < 1024:
         return f"{nbytes:,.0f} B"
-    return f"{nbytes / 1024**power:,.1f} {UNITS[power]}"
+    power = 0
+    while nbytes >= 1024 and power < len(UNITS) - 1:
+        nbytes /= 1024
+        power += 1
+    return f"{nbytes:,.1f} {UNITS[power]}"
 
 
 def _seconds(nbytes: int, link_gbs: float) -> str:

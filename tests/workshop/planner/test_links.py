@@ -1,4 +1,4 @@
-"""The bytes of every link are those that really cross it; no sync can undercut the lower bound."""
+"""A sync's plan against tensors that it yields and bytes that cross, and above the lower bound."""
 
 from __future__ import annotations
 
@@ -9,8 +9,33 @@ from megatron_rl.config.schema import Format, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync
-from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound
+from megatron_rl.workshop.planner.traffic import (
+    SamplerLayout,
+    SyncPlan,
+    links,
+    lower_bound,
+    plan_sync,
+)
+
+
+@pytest.mark.parametrize("format", [Format.none, Format.int8])
+def test_the_plan_is_what_is_yielded(format: Format) -> None:
+    shape = ModelShape.from_hf(hf_config("qwen3_moe", tie_word_embeddings=True))
+    layout = Layout(tp=2, pp=2, ep=2, etp=1)
+    sources, yielded = run_sources(random_hf(shape), shape, layout, format)
+    plan = plan_sync(Model(shape, layout, {}), format)
+    real = {}
+    for tensors in yielded:
+        for name, tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            real[name] = (tuple(tensor.shape), dtype, tensor.nbytes)
+    planned = {}
+    for transfer in plan.transfers:
+        tensor = transfer.tensor
+        planned[tensor.name] = (tensor.shape, tensor.dtype, tensor.nbytes)
+    assert planned == real
+    assert sorted(plan.writers.values()) == sorted(source.nbytes for source in sources)
+    assert plan.nbytes == sum(source.nbytes for source in sources)
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.int8])
@@ -19,7 +44,8 @@ from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bou
 )
 def test_gathers_are_what_crosses(layout: Layout, format: Format) -> None:
     """Counted where the ranks hand over; an odd vocabulary makes the last rank's share smaller."""
-    shape = ModelShape.from_hf(hf_config("qwen3_moe" if layout.ep > 1 else "qwen3"))
+    family = "qwen3_moe" if layout.ep > 1 else "qwen3"
+    shape = ModelShape.from_hf(hf_config(family))
     groups: dict[tuple, ThreadGroup] = {}
     run_sources(random_hf(shape), shape, layout, format, groups=groups)
     plan = plan_sync(Model(shape, layout, {}), format)
@@ -35,9 +61,9 @@ def test_gathers_are_what_crosses(layout: Layout, format: Format) -> None:
 
 def one(
     plan: SyncPlan, sampler: SamplerLayout, start: str, transport: Transport = Transport.nccl
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int]:
     found = next(each for each in links(plan, sampler, transport) if each.kind.startswith(start))
-    return found.count, found.busiest, found.total, found.end
+    return found.count, found.total, found.end
 
 
 def test_links_by_hand() -> None:
@@ -53,47 +79,35 @@ def test_links_by_hand() -> None:
     shape = ModelShape.from_hf(config)
     layout = Layout(tp=2, dp=3)
     plan = plan_sync(Model(shape, layout, {}), Format.int8)
-    matrices = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128  # q, k and v, o, gate and up and down
+    queries = 64 * 64
+    keys_and_values = 2 * 32 * 64
+    output = 64 * 64
+    mlp = 3 * 64 * 128
+    matrices = queries + keys_and_values + output + mlp
     # rows with a scale of 4 bytes
     column_rows = 64 + 2 * 32 + 2 * 128
     row_rows = 64 + 64
     embeddings = 2 * 64 * 64 * 2
-    assert plan.nbytes == matrices + 4 * (column_rows + row_rows) + embeddings + 3 * 64 * 2
+    norms = 3 * 64 * 2
+    scales = 4 * (column_rows + row_rows)
+    assert plan.nbytes == matrices + scales + embeddings + norms
     # scales of row-parallel weights are on every rank
     crossing = (matrices + 4 * column_rows + embeddings) // 2
-    assert one(plan, SamplerLayout(), "learner: gather of dense") == (
-        1,
-        crossing,
-        crossing,
-        crossing,
-    )
-    maxima = 4 * row_rows
-    assert one(plan, SamplerLayout(), "learner: row maxima") == (2, maxima, 2 * maxima, maxima)
-    assert one(plan, SamplerLayout(2, 5), "learner -> sampler") == (
-        10,
-        plan.nbytes,
-        10 * plan.nbytes,
-        plan.nbytes,
-    )
+    engines = SamplerLayout(2, 5)
+    whole = plan.nbytes
+    assert one(plan, SamplerLayout(), "learner: gather") == (1, crossing, crossing)
+    assert one(plan, engines, "learner -> sampler") == (10, 10 * whole, whole)
     of_four = plan_sync(Model(shape, Layout(tp=4), {}), Format.int8)
-    each = 2 * maxima * 3 // 4  # three quarters on the way to the sum, three on the way back
-    assert one(of_four, SamplerLayout(), "learner: row maxima") == (4, each, 4 * each, each)
-    assert one(of_four, SamplerLayout(), "learner: gather")[::2] == (3, 3 * crossing // 2)
-    bound = lower_bound(plan, Model(shape, layout, {}), SamplerLayout(2, 5))
-    assert bound.out == plan.nbytes // 6
-    assert bound.into == crossing + 4 * row_rows + 3 * 64 * 2
+    end = 3 * crossing // 2
+    assert one(of_four, SamplerLayout(), "learner: gather") == (3, end, end)
+    bound = lower_bound(plan, Model(shape, layout, {}), engines)
+    assert bound.out == whole // 6
+    assert bound.into == crossing + 4 * row_rows + norms
     assert bound.total == 10 * bound.into
-    assert one(plan, SamplerLayout(2, 5), "learner -> files", Transport.file) == (
-        1,
-        *[plan.nbytes] * 3,
-    )
-    read = plan.nbytes  # of a model this small nothing is cut
-    assert one(plan, SamplerLayout(2, 5), "files -> sampler", Transport.file) == (
-        10,
-        read,
-        10 * read,
-        read,
-    )
+    files = Transport.file
+    assert one(plan, engines, "learner -> files", files) == (1, whole, whole)
+    # of a model this small nothing is cut
+    assert one(plan, engines, "files -> sampler", files) == (10, 10 * whole, whole)
 
 
 def test_the_bound_knows_who_holds_what() -> None:
@@ -104,16 +118,13 @@ def test_the_bound_knows_who_holds_what() -> None:
     last = sum(one.tensor.nbytes for one in plan.transfers if one.stage == 1)
     assert last > plan.nbytes / 2
     assert lower_bound(plan, Model(shape, layout, {}), SamplerLayout()).out == last // 4
-    at_4 = lower_bound(plan, Model(shape, layout, {}), SamplerLayout(4)).into
-    at_8 = lower_bound(plan, Model(shape, layout, {}), SamplerLayout(8)).into
-    assert at_4 == plan.whole_bytes + (plan.split_bytes + plan.key_value_bytes) // 4
-    assert at_8 == plan.whole_bytes + plan.split_bytes // 8 + plan.key_value_bytes // 4
-    separate, joined = (
-        plan_sync(Model(ModelShape.from_hf(hf_config(family)), Layout(tp=2), {}), Format.int8)
-        for family in ("llama", "phi3")
-    )
-    assert 0 < separate.key_value_bytes == joined.key_value_bytes
-    assert separate.split_bytes == joined.split_bytes
+    model = Model(shape, layout, {})
+    at_4 = lower_bound(plan, model, SamplerLayout(4)).into
+    at_8 = lower_bound(plan, model, SamplerLayout(8)).into
+    shared = plan.split_bytes + plan.key_value_bytes
+    assert at_4 == plan.whole_bytes + shared // 4
+    heads = plan.key_value_bytes // 4
+    assert at_8 == plan.whole_bytes + plan.split_bytes // 8 + heads
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.fp8])
@@ -124,5 +135,7 @@ def test_what_is_built_is_above_the_bound(sampler: SamplerLayout, format: Format
     plan = plan_sync(Model(shape, layout, {}), format)
     bound = lower_bound(plan, Model(shape, layout, {}), sampler)
     assert bound.total <= plan.nbytes * sampler.world
-    assert bound.busiest <= one(plan, sampler, "learner -> sampler")[3]
-    assert bound.into <= one(plan, sampler, "files -> sampler", Transport.file)[3] <= plan.nbytes
+    _, _, built = one(plan, sampler, "learner -> sampler")
+    assert bound.busiest <= built
+    _, _, read = one(plan, sampler, "files -> sampler", Transport.file)
+    assert bound.into <= read <= plan.nbytes

@@ -18,8 +18,7 @@ from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.workshop.planner.case import Assumptions, Case
-from megatron_rl.workshop.planner.phases import TIGHT, planned
-from megatron_rl.workshop.planner.recompute import UNEVEN, _with, for_machine
+from megatron_rl.workshop.planner.phases import TIGHT, UNEVEN, _with, for_machine, planned
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[1])
@@ -39,9 +38,12 @@ def decided(config: Config, machine: Machine) -> tuple[Config, str]:
 
 def update(config: Config, machine: Machine, card: dict[str, Any]) -> float:
     """The share of its memory that the fullest GPU of the learner needs in an update."""
-    memory = planned(Case(config, card, machine, Assumptions()))
-    kinds = [one for one in memory if "learner" in one.kind]
-    return max(sum(one.phases["update"].values()) / one.limit for one in kinds if one.limit)
+    shares = []
+    for one in planned(Case(config, card, machine, Assumptions())):
+        if "learner" in one.kind and one.limit:
+            needed = sum(one.phases["update"].values())
+            shares.append(needed / one.limit)
+    return max(shares)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -106,13 +108,6 @@ def test_what_is_set_by_hand_comes_first(words: list[str], fields: dict[str, Any
     config = load(ONE_GPU, [f"learner.{word}" for word in words])
     assert decided(config, named("1x1xL4-8")) == (config, "")
     assert config.learner.transformer == fields
-
-
-def test_memory_that_is_not_known() -> None:
-    config = load(ONE_GPU, ["learner.megatron.recompute_granularity=null"])  # not set
-    found, said = decided(config, replace(H100, gib=0.0))
-    assert found.learner.recompute is Recompute.full
-    assert said.startswith("learner.recompute=auto: full, ")
 
 
 def test_plan_and_dry_run_say_it(capsys: pytest.CaptureFixture[str]) -> None:

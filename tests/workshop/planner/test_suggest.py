@@ -49,7 +49,6 @@ def test_suggestions_pass_a_dry_run(
     if (model, machine) in TOO_LARGE:
         assert (status, commands) == (2, [])
         assert "does not fit" in said.err
-        assert "it fits" in said.out
         return
     assert status == 0
     assert 1 <= len(commands) <= 5

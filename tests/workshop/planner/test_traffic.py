@@ -27,15 +27,14 @@ def cells(report: str, start: str) -> list[str]:
 
 
 def test_a_recipe(place: Path, command: Command) -> None:
-    report = command("plan", "mine.yaml", "--replicas", "3", "--rows", "2")
-    assert "2 ranks (TP2), of which 1 " in report
+    report = command("plan", "mine.yaml", "--replicas", "3")
+    assert "2 ranks (TP2), of which 1 write" in report
     assert "3 ranks (TP1 x 3 engines)" in report
     total = cells(report, "together")
     assert total[0:2] == ["together", "38"]
-    assert cells(report, "stage 0, expert rank 0")[1] == total[2]
     link = cells(report, "files -> sampler")
     assert link[1] == "3"
-    assert link[2] == link[4] == cells(report, "learner -> files")[2] == total[2]
+    assert link[3] == cells(report, "learner -> files")[2] == total[2]
     # one rank per engine holds everything
     assert cells(report, "into a sampler rank")[1] == total[2]
     assert " s" not in link[-1]
@@ -65,7 +64,7 @@ def test_a_folder_stands_for_its_config(place: Path, command: Command) -> None:
         ),
         (
             ["mine.yaml", "learner.tensor_parallel=0"],
-            ["learner.tensor_parallel: 0, expected 1 or more"],
+            ["learner.tensor_parallel", "expected 1 or more"],
         ),
         (
             [
@@ -106,7 +105,7 @@ def test_a_trillion_parameters_on_1536_ranks(
 ) -> None:
     monkeypatch.chdir(ROOT)
     report = command("plan", *TRILLION.split()[1:])
-    assert "1,024 ranks (TP8 PP16 EP64 DP8)" in report
+    assert "1,024 ranks (TP8 PP16 EP64 DP8), of which 1,024 write" in report
     assert "512 ranks (TP8 x 64 engines)" in report
     hf = json.loads((ROOT / "tools/bench/moe_1t.json").read_text())
     experts = (
@@ -122,15 +121,8 @@ def test_a_trillion_parameters_on_1536_ranks(
         "1,024",
         "512",
     )
-    assert " carries 1.0x " in report
-    assert 0 < float(report.partition(" TB/s, ")[2].partition("%")[0]) <= 10, (
-        "of the sync engines stand still"
-    )
+    assert "the busiest end carries 1.0x of the least" in report
     assert cells(report, "learner: gather of dense weights")[1] == f"{16 * 7}"
-    assert [cells(report, name)[1].endswith("iB") for name in ("out of", "into a", "into all")] == [
-        True
-    ] * 3
-    assert "against" in report
 
 
 def test_the_readme_s_command(place: Path, command: Command) -> None:
@@ -140,11 +132,3 @@ def test_the_readme_s_command(place: Path, command: Command) -> None:
     ]
     recipe, *options = line.split()[2:]
     assert "4 engines" in command("plan", str(ROOT / recipe), "model.path=data/toy/model", *options)
-
-
-def test_the_documents_name_this_command() -> None:
-    shown = [
-        text.replace("\\\n", "")
-        for text in (path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    ]
-    assert any("megatron-rl " + TRILLION in " ".join(text.split()) for text in shown)

@@ -4,8 +4,8 @@ import pytest
 
 from megatron_rl.config.schema import Device, LearnerSection, SamplerSection
 from megatron_rl.data.toy import ToyShape, write_toy
+from megatron_rl.learner.achieved import Achieved, memory_peaks
 from megatron_rl.models.model import Model
-from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.preflight.roles import roles
 
@@ -25,18 +25,22 @@ def achieved(tmp_path, machine: Machine) -> Achieved:
         tmp_path, shape=ToyShape(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96)
     )
     model = Model.read(tmp_path / "model", LearnerSection())
-    return Achieved(
-        model, roles(model.layout, SamplerSection(), machine.gpus).gpus, machine, sampled=True
-    )
+    devices = roles(model.layout, SamplerSection(), machine.gpus).gpus
+    peak = machine.gpu.tflops if machine.gpu else None
+    return Achieved(model, devices, peak, sampled=True)
 
 
 def test_operations_are_those_of_the_matrices(tmp_path) -> None:
     found = achieved(tmp_path, named("1x8xH100"))(LINE)
-    matrices = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 96)
+    attention = 64 * (2 * 64 + 2 * 32)
+    mlp = 3 * 64 * 96
+    matrices = 2 * (attention + mlp)
     looking_back = 2 * 2 * 64 * 15  # both products, over half of the mean length, at every layer
-    of_tokens = 1500 * (2 * matrices + looking_back) + 100 * 5 * 2 * 64 * 17
-    assert found["perf/update_tflops_per_device"] * 1e12 == pytest.approx(3 * of_tokens / 2.0)
-    assert found["perf/update_mfu"] == pytest.approx(found["perf/update_tflops_per_device"] / 989)
+    head = 2 * 64 * 17
+    of_tokens = 1500 * (2 * matrices + looking_back) + 100 * 5 * head
+    tflops = found["perf/update_tflops_per_device"]
+    assert tflops * 1e12 == pytest.approx(3 * of_tokens / 2.0)
+    assert found["perf/update_mfu"] == pytest.approx(tflops / 989)
 
 
 def test_devices_are_those_of_learner_and_engine(tmp_path) -> None:

@@ -1,6 +1,4 @@
-"""Metrics of a step for the driver, no checks: tokens and operations a second of a device, MFU; and
-peaks of memory.
-"""
+"""Metrics of a step: tokens and operations a second of a device, MFU; and peaks of memory."""
 
 import resource
 import sys
@@ -9,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.model import Model
-from megatron_rl.preflight.machine import Machine
 
 GIB = 1 << 30
 TERA = 1e12
@@ -19,7 +16,7 @@ TERA = 1e12
 class Achieved:
     model: Model
     devices: int  # of the run; on hosts a process counts as one
-    machine: Machine
+    peak_tflops: float | None  # of a device; None: not known
     sampled: bool
 
     def __call__(self, line: Mapping[str, float]) -> dict[str, float]:
@@ -40,8 +37,8 @@ class Achieved:
             )
             rate = made / seconds / self.model.layout.world
             found["perf/update_tflops_per_device"] = rate / TERA
-            if self.machine.gpu:
-                found["perf/update_mfu"] = rate / (self.machine.gpu.tflops * TERA)
+            if self.peak_tflops:
+                found["perf/update_mfu"] = rate / (self.peak_tflops * TERA)
         return found
 
 
