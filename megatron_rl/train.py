@@ -348,7 +348,6 @@ def probe_of(
     about = probe.Probe(
         step,
         learner.shape.vocab,
-        learner.shape.tied,
         section.budget,
         learner=_numerics(learner.learner),
     )

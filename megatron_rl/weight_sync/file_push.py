@@ -210,7 +210,6 @@ class FilePush(Push):
                 _handed_over(handover),
                 format=format.value,
                 writer=self._writer,
-                writers=self._writers,
                 bucket_bytes=buckets.BUCKET_BYTES,
                 sent=self._sent.get(format),
                 base=self._lineage.base,

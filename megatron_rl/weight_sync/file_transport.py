@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -38,12 +38,13 @@ ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where c
 BACKGROUND = "background"
 PREFIX = "megatron-rl-sync-"
 GRACE_S = 60.0  # a folder this young may not hold its lock yet
+MIB = 1 << 20
 SPARE = "spare"  # leads to the version whose files the next one is written over
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one writer contributed to a version."""
+    """Share of one writer in a version."""
 
     manifest: Path
     tensors: int
@@ -79,7 +80,6 @@ def write_version(
     *,
     format: str,
     writer: int = 0,
-    writers: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     sent: Sent | None = None,
     base: int | None = None,
@@ -102,9 +102,7 @@ def write_version(
             buckets.add(name, tensor, cuts.get(name))
         buckets.close()
         content = manifests.encode(
-            Manifest(
-                policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base
-            )
+            Manifest(policy_version, format, buckets.files, tuple(buckets.entries), base)
         )
         with replacing(path) as partial:
             partial.write_bytes(content)
@@ -126,18 +124,14 @@ def remove_version(directory: Path, policy_version: int) -> None:
 
 
 def write_over(directory: Path, policy_version: int) -> None:
-    """Let the next version take this one's files, which is much cheaper in shared memory than new
-    ones.
-    """
+    """Let the next version take this one's files: much cheaper in shared memory than new ones."""
     spare = directory / SPARE
     spare.unlink(missing_ok=True)
     spare.symlink_to(version_directory(directory, policy_version).name)
 
 
 def spare_bytes(directory: Path) -> int:
-    """Bytes that later versions will write again, in this directory and one for each format below
-    it.
-    """
+    """Bytes that later versions will write over, here and in the folder of each format."""
     return sum(
         path.stat().st_size
         for pattern in ("", "*/")
@@ -163,11 +157,6 @@ class _Buckets:
 
     def add(self, name: str, tensor: torch.Tensor, cut: Cut | None) -> None:
         spec = TensorSpec.of(name, tensor)
-        if spec.dtype not in manifests.CARRIED:
-            raise WeightSyncError(
-                f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not "
-                "carry"
-            )
         offset = self._begin()
         if cut is None:
             dim = 0
@@ -204,9 +193,7 @@ class _Buckets:
         return Part(start, length, data.nbytes, checksum, changes)
 
     def _begin(self) -> int:
-        """Where the next tensor lies in the present bucket, which is a new one where the last is
-        full.
-        """
+        """Return the next tensor's offset in its bucket, a new one where the last is full."""
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
         self._write(memoryview(b"\0" * (-self.files[self._name] % ALIGNMENT)))
@@ -266,16 +253,14 @@ class SyncDir:
         remove_with_it([self.path])
 
     def require_free(self, nbytes: int) -> None:
-        """Raise where so many bytes do not fit; files that the next version will write again count
-        as free.
-        """
+        """Raise where so many bytes do not fit; files that are written over count as free."""
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
             raise WeightSyncError(
-                f"an update of {_mib(nbytes, math.ceil)} MiB does not fit into {self._parent}, "
-                f"which has {_mib(free, math.floor)} MiB free: free space there, or set sync.dir "
-                "to a larger file system"
+                f"an update of {math.ceil(nbytes / MIB)} MiB does not fit into {self._parent}, "
+                f"which has {free // MIB} MiB free: free space there, or set sync.dir to a larger "
+                "file system"
             )
 
     def close(self) -> None:
@@ -299,10 +284,3 @@ def _age(folder: Path) -> float:
         return time.time() - folder.lstat().st_mtime
     except OSError:
         return 0.0  # gone
-
-
-def _mib(nbytes: int, rounded: Callable[[float], int]) -> str:
-    """MiB to a tenth, up for what is needed and down for what there is, so that the two never look
-    equal.
-    """
-    return f"{rounded(nbytes / 2**20 * 10) / 10:.1f}".removesuffix(".0")

@@ -82,7 +82,6 @@ class Probe:
 
     version: int  # the policy just synced
     vocab: int
-    tied: bool
     budget: float | None = None  # nats; None: by the noise
     noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
     learner: Numerics = Numerics.bf16
@@ -168,13 +167,13 @@ def check(
     result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
     if probe.accepts(result, budget):
         return result
-    causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
+    cause = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
     raise SyncMismatch(
         f"after the sync of policy version {probe.version} ({format.value}) sampler and learner "
         f"disagree: mean |difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, "
         f"budget {result.budget:.3g} ({budget.origin}); largest {result.max_abs:.3g}, mean signed "
         f"{result.mean:+.3g}, {result.missing} sampler and {result.learner_missing} learner "
-        "logprobs missing or NaN. " + _told(probe) + " ".join(causes)
+        f"logprobs missing or NaN. {_told(probe)}{cause}"
     )
 
 
@@ -220,49 +219,37 @@ def check_formats(
     return told | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
-def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:
-    """Likely causes of a difference, most specific first. `sampler`: its logprobs of the masked
-    tokens.
-    """
+def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
+    """Likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
-        return ["No tokens to compare: the sampler returned empty answers."]
+        return "No tokens to compare: the sampler returned empty answers."
     if result.learner_missing:
-        return [
+        return (
             "The learner's own logprobs are not finite: the policy has diverged, or its forward "
             "pass is broken."
-        ]
-    finite = sampler[sampler.isfinite()].double()
-    causes = []
+        )
     if result.missing > MAX_MISSING * result.tokens:
-        causes.append(
+        return (
             "The sampler returns NaN: its quantized kernels were not rebuilt from the new "
             "weights, or a scale is wrong."
         )
+    finite = sampler[sampler.isfinite()].double()
     if len(finite) > 1 and float(finite.std()) < CONSTANT_STD:
-        causes.append(
+        return (
             "Its logprobs are constant whatever the token: the kernel state of a quantized layer "
             "was not rebuilt."
         )
-    elif len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:
-        causes.append(
+    if len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:
+        return (
             "Its logprobs are those of a uniform guess: the output layer holds dummy or stale "
-            "weights"
-            + (", the tied lm_head was not refreshed from the embedding." if probe.tied else ".")
+            "weights, or a tied lm_head was not refreshed from the embedding."
         )
-    elif result.mean_abs > 10 * result.budget and probe.tied:
-        causes.append(
-            "Logits of another model: with tied embeddings, a lm_head that was not refreshed "
-            "after the embedding changed looks like this; so does a layer loaded under another's "
-            f"name. {WHERE}"
+    if result.mean_abs > 10 * result.budget:
+        return (
+            "Logits of another model: a parameter was loaded under another's name or not at all, "
+            f"or a tied lm_head was not refreshed from the embedding. {WHERE}"
         )
-    elif result.mean_abs > 10 * result.budget:
-        causes.append(
-            "Logits of another model: a parameter was loaded under another's name, or not at all. "
-            f"{WHERE}"
-        )
-    elif not causes:
-        causes.append(
-            "A moderate excess: an older version still served, a temperature or top-p applied on "
-            f"one side only, or a model that this format does not suit. {WAYS_OUT}"
-        )
-    return causes
+    return (
+        "A moderate excess: an older version still served, a temperature or top-p applied on one "
+        f"side only, or a model that this format does not suit. {WAYS_OUT}"
+    )

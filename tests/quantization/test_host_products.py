@@ -1,6 +1,4 @@
-"""BF16 products by way of FP32: rounded once, as a processor with BF16 instructions does. INT8 and
-FP8 layers.
-"""
+"""BF16 products by way of FP32, rounded once; exact sums of INT8 and FP8 layers."""
 
 import pytest
 import torch
@@ -43,11 +41,7 @@ def test_other_types_and_transposed_and_empty_matrices():
     multiply = _through_fp32(torch.ops.aten.mm.out)
     left = torch.randn(48, 5)
     right = torch.randn(7, 48)
-    for dtype in (torch.float32, torch.float64):  # left as they are
-        assert torch.equal(
-            multiply(left.t().to(dtype), right.t().to(dtype)),
-            left.t().to(dtype) @ right.t().to(dtype),
-        )
+    assert torch.equal(multiply(left.t(), right.t()), left.t() @ right.t())  # left as they are
     left = left.bfloat16().t()
     right = right.bfloat16().t()
     assert torch.equal(multiply(left, right), multiply(left.contiguous(), right.contiguous()))
@@ -56,7 +50,7 @@ def test_other_types_and_transposed_and_empty_matrices():
     assert torch.equal(nothing, torch.zeros(3, 2).bfloat16())
 
 
-@pytest.mark.parametrize("features", [1, 192, 1024, 1025, 5000])
+@pytest.mark.parametrize("features", [1, 1024, 5000])
 @pytest.mark.parametrize("codes", ["random", "largest", "opposite"])
 def test_int8_sums_are_exact(features, codes):
     torch.manual_seed(1)
@@ -71,8 +65,8 @@ def test_int8_sums_are_exact(features, codes):
 @pytest.mark.skipif(
     not vllm_operators.has_int8(), reason="no INT8 instructions, or no vLLM for hosts"
 )
-@pytest.mark.parametrize("features", [48, 1025, 4096])
-@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("features", [1025, 4096])
+@pytest.mark.parametrize("tokens", [0, 40])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(
     features, tokens, biased, monkeypatch
@@ -108,9 +102,9 @@ def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code()
         error <= (x_MK.bfloat16().double().abs() * 2**-4).maximum(scale_M1 * 2**-10) * (1 + 1e-6)
     ).all()
     # next to nothing: the least scale
-    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))
-    assert scale_M1.flatten().tolist() == [pytest.approx(1 / (448 * 512))] * 2
-    assert codes_MK[0].float().tolist() == [0, -2.25] and not codes_MK[1].float().any()
+    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5]]))
+    assert scale_M1.item() == pytest.approx(1 / (448 * 512))
+    assert codes_MK.float().tolist() == [[0, -2.25]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -136,12 +130,3 @@ def test_fp8_sums_are_rounded_once_and_add_up_over_parts(dtype, has_bf16, monkey
     assert torch.allclose(
         weight.scaled(sum(parts), scale_M1, bias_N, dtype), wanted_MN, rtol=1e-6, atol=1e-6
     )
-
-
-def test_a_processor_with_fp8_products_is_known(tmp_path, monkeypatch):
-    path = tmp_path / "cpuinfo"
-    monkeypatch.setattr(host_products, "CPU_FLAGS", path)
-    assert not host_products.has_fp8()
-    for flags, has in (("avx512f amx_tile amx_fp8", True), ("avx2 amx_fp16", False)):
-        path.write_text(f"flags\t\t: fpu {flags} sse\n")
-        assert host_products.has_fp8() is has

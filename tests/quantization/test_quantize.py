@@ -14,8 +14,6 @@ from megatron_rl.quantization.quantize import (
     dequantize,
     quantize,
     row_amax,
-    sample_error,
-    summarize,
 )
 
 CHANNEL_FORMATS = [Format.int8, Format.fp8]
@@ -65,10 +63,8 @@ def test_blocks_of_a_shard_are_blocks_of_the_whole_and_scaled_by_what_they_hold(
     assert same_bytes(half["weight"], whole["weight"][:, 2 * BLOCK :])
     assert torch.equal(half["weight_scale"], whole["weight_scale"][:, 2:])
     ragged = quantize(weight_OI[: BLOCK + 3, : BLOCK + 5], Format.fp8_block)
-    assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5) and ragged["weight_scale"].shape == (
-        2,
-        2,
-    )
+    assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5)
+    assert ragged["weight_scale"].shape == (2, 2)
     corner = weight_OI[BLOCK : BLOCK + 3, BLOCK : BLOCK + 5].float().abs().max() / 448
     assert torch.equal(ragged["weight_scale"][1, 1], corner)
 
@@ -112,19 +108,6 @@ def test_int4_values_lie_in_the_place_of_int8():
     assert quantization_config(Format.int4, []) == quantization_config(Format.int8, [])
 
 
-def test_relative_error_is_that_of_the_format():
-    weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-
-    def relative_error(format: Format) -> float:
-        return summarize([sample_error("x", weight_OI, quantize(weight_OI, format), format)]).worst[
-            0
-        ][1]
-
-    assert relative_error(Format.int8) < 0.012
-    assert 0.1 < relative_error(Format.int4) < 0.2
-    assert 0.015 < relative_error(Format.fp8) < 0.04
-
-
 def test_which_parameters_are_quantized():
     layer = "model.layers.3."
     held = (
@@ -140,18 +123,10 @@ def test_which_parameters_are_quantized():
         "input_layernorm.weight",
     )
     for name in (f"{layer}{module}.weight" for module in held):
-        assert is_quantized(name, Format.int8, ["lm_head"]) and not is_quantized(
-            name, Format.none
-        ), name
+        assert is_quantized(name, Format.int8, ["lm_head"]), name
+        assert not is_quantized(name, Format.int8, [r"re:.*layers\.3\."]), name
     for name in (*(layer + name for name in whole), "model.embed_tokens.weight", "lm_head.weight"):
         assert not is_quantized(name, Format.int8, ["lm_head"]), name
-
-
-def test_ignore_takes_names_and_patterns():
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert not is_quantized(name, Format.fp8, ["model.layers.1.mlp.down_proj"])
-    assert not is_quantized(name, Format.fp8, [r"re:.*down_proj$"])
-    assert is_quantized(name, Format.fp8, ["down_proj", r"re:layers.*", "model.layers.1.mlp"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

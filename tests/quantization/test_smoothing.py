@@ -1,5 +1,4 @@
-"""Smoothing changes no function, gives the same bytes on every layout, and makes INT8 better where
-there are outliers.
+"""Smoothing: the function stays, every layout sends the same bytes, outliers cost INT8 less.
 
 O output features, I input features, L layers, N norms of a layer, H hidden channels, T tokens.
 """
@@ -46,9 +45,7 @@ ROUTER = r"mlp\.gate|block_sparse_moe\.gate"
 
 
 def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
-    """Activations with outliers of several orders of magnitude, and channels that were never seen
-    to move.
-    """
+    """Activations with outliers of several orders of magnitude, and a channel that never moved."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.layers, len(Norm), shape.hidden)
     amax_LNH = torch.exp(3 * torch.randn(size, generator=generator))
@@ -103,12 +100,9 @@ def partly(
 
 LAYOUTS = [
     Layout(),
-    Layout(tp=2),
     Layout(tp=4, pp=2, first_layers=1),
     Layout(tp=2, pp=2, vp=2),
     Layout(dp=2),
-    Layout(ep=2, dp=2),
-    Layout(tp=2, ep=2, etp=1),
     Layout(tp=2, ep=2, etp=2, dp=2),
     Layout(tp=2, pp=2, ep=2, etp=1),
 ]
@@ -142,7 +136,7 @@ def sync(
     hf: dict[str, torch.Tensor],
     ignore: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """What a sampler receives; the learner's own weights stay as they are."""
+    """Return the tensors that a sampler receives; the learner's own stay as they are."""
     source = ShardSource(
         Model(shape, Layout(), {}), ShardGroups(), Format.int8, ignore, smoothing=smoothing
     )
@@ -190,19 +184,13 @@ def test_the_function_stays_the_same(
 
 
 def test_scales_are_powers_of_two_around_the_median() -> None:
-    unknown = {"activation": [0.0, 1.0, float("inf")], "weight": [1.0, 0.0, 1.0]}
     exponents = torch.tensor([0.3, 0.0, 0.0, 1.9, -1.2, 3.1, 40.0])  # of the formula with alpha 1/2
-    activations = torch.cat([8 * 4.0**exponents, torch.tensor(unknown["activation"])])
-    weights = torch.cat([torch.full((7,), 2.0), torch.tensor(unknown["weight"])])
+    # three channels of which nothing is known
+    activations = torch.cat([8 * 4.0**exponents, torch.tensor([0.0, 1.0, float("inf")])])
+    weights = torch.cat([torch.full((7,), 2.0), torch.tensor([1.0, 0.0, 1.0])])
     wanted = [1.0, 1.0, 1.0, 2.0, 0.5, 4.0, 2.0**LARGEST_EXPONENT, 1.0, 1.0, 1.0]
-    assert (exponents.median() - 0.3).abs() < 1e-6  # which 3.1 is only two whole steps away from
-    found_2H = scales(
-        torch.stack([activations, activations * 0]), torch.stack([weights, weights]), 0.5
-    )
-    assert found_2H[0].tolist() == wanted
-    assert found_2H[1].tolist() == [1.0] * 10
-    # a larger alpha gives the activations more of a say
-    assert scales(activations, weights, 0.75)[5] == 2.0 ** int(0.75 * 2 * 2.8)
+    assert scales(activations, weights, 0.5).tolist() == wanted
+    assert scales(activations * 0, weights, 0.5).tolist() == [1.0] * 10
     # a function-preserving outlier is undone, whatever alpha
     outlier = torch.tensor([1.0, 1.0, 64.0, 1.0])
     for alpha in (0.3, 0.5, 0.8):
@@ -212,14 +200,8 @@ def test_scales_are_powers_of_two_around_the_median() -> None:
 def test_scales_stay_until_they_are_due() -> None:
     shape = ModelShape.from_hf(hf_config("qwen3"))
     hf = random_hf(shape)
-    before = {name: tensor.clone() for name, tensor in hf.items()}
     plain = sync(None, shape, hf)
-    # of the syncs that ask
-    answers = [
-        torch.zeros_like(seen(shape)),
-        seen(shape, 1),
-        seen(shape, 2),
-    ]
+    answers = [torch.zeros_like(seen(shape)), seen(shape, 1), seen(shape, 2)]
     smoothing = Smoothing(shape, ALPHA, 2, TorchGroup(), lambda: answers.pop(0))
     name = "model.layers.0.mlp.gate_proj.weight"
     first, second, third, fourth = (sync(smoothing, shape, hf) for _ in range(4))
@@ -232,7 +214,6 @@ def test_scales_stay_until_they_are_due() -> None:
         list(fourth.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 2)), Format.int8)
     )
     assert answers == []
-    assert all(torch.equal(hf[n], before[n]) for n in hf)  # the learner's own weights
 
 
 def test_layers_that_are_ignored_still_compute_the_same() -> None:
@@ -250,19 +231,6 @@ def test_layers_that_are_ignored_still_compute_the_same() -> None:
         received[names[1] + ".weight"], hf[names[1] + ".weight"] * scale_H.bfloat16()
     )
     assert torch.equal(smoothing.scales_LNH[0, 0], scale_H)
-
-
-def test_a_diverged_reader_is_named_and_does_not_hang() -> None:
-    shape = ModelShape.from_hf(hf_config("llama"))
-    layout = Layout(tp=2)
-    hf = random_hf(shape)
-    name = "model.layers.1.mlp.up_proj.weight"
-    hf[name][-1, 3] = float("nan")  # on the last rank alone
-    sources, _ = run_sources(
-        hf, shape, layout, Format.int8, smoothing=partly(seen(shape), shape, layout)
-    )
-    assert sources[0].failure is None
-    assert name in str(sources[1].failure)
 
 
 def int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Live engines of two formats with a wrong layer, one after the other, and what a probe with a
-measured budget says.
+"""Live engines of two formats with one wrong layer each, probed with a measured budget.
 
 Writes JSON. A process of its own, in which the learner may change torch.
 """
@@ -38,13 +37,9 @@ OUTLIERS = {
     (640, 6): (32,),
 }
 LINEAR = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
+    *(f"self_attn.{one}_proj" for one in "qkvo"),
+    *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
 )
-LINEAR = (*LINEAR, "mlp.up_proj", "mlp.down_proj")
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows moved by one": lambda weight: weight.roll(1, 0),
     "zeroed": torch.zeros_like,
@@ -55,7 +50,7 @@ KERNELS = "kernels_not_rebuilt"
 
 @dataclass(frozen=True)
 class Faulty(TinyModel):
-    """Of which one tensor is wrong."""
+    """A model with one wrong tensor."""
 
     victim: str = ""
     change: str = ""
@@ -79,7 +74,7 @@ class Outlying(Faulty):
 
 
 def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
-    """As wide as asked for, of weights that are as large as trained ones are."""
+    """Make a model of that width, with weights as large as trained ones."""
     hf = Qwen3Config(
         vocab_size=1000,
         hidden_size=hidden,
@@ -130,7 +125,7 @@ class Case:
             yield learner
 
     def answers(self) -> dict[str, Batch]:
-        """Of the engine as it should be, and with each fault."""
+        """Answers of the right engine, and with each fault."""
         found = {RIGHT: self._answers(self.right)}
         changes = cycle(CHANGES)
         for layer in range(self.right.hf.num_hidden_layers):

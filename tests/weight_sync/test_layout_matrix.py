@@ -4,7 +4,6 @@ give, bit for bit.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ import torch
 from simulated import (
     assert_same_bits,
     hf_config,
-    local_parameters,
     quantized_whole,
     random_hf,
     run_sources,
 )
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import ShardGroups
@@ -164,24 +162,6 @@ def test_mixture(case: Case) -> None:
     check(config_of(case.family, case.format, **changes), layout, case.format)
 
 
-def test_every_pair_of_values_is_covered() -> None:
-    """Pairs that cannot occur: a dense model has no expert layout, experts over TP need as many TP
-    ranks.
-    """
-    for cases, impossible in ((DENSE_CASES, 0), (EXPERT_CASES, 4)):
-        rows = [{**vars(case), "etp": case.etp or 0} for case in cases]
-        missing = []
-        for a, b in itertools.combinations(rows[0], 2):
-            wanted = itertools.product({row[a] for row in rows}, {row[b] for row in rows})
-            missing += [
-                (a, x, b, y)
-                for x, y in wanted
-                if not any(row[a] == x and row[b] == y for row in rows)
-            ]
-        assert len([pair for pair in missing if "etp" not in (pair[0], pair[2])]) == 0, missing
-        assert len(missing) <= impossible, missing
-
-
 def test_rows_of_several_blocks() -> None:
     """The matrix keeps rows short, because rounding to FP8 is slow on hosts. Here the last block of
     a row is cut.
@@ -225,15 +205,6 @@ def test_a_diverged_shard_is_named_and_does_not_hang() -> None:
     assert sources[0].failure is None
     assert sources[1].failure is not None
     assert name in sources[1].failure
-
-
-def test_a_shard_of_another_shape_is_named() -> None:
-    model = Model.of(hf_config("llama"), Layout(tp=2))
-    shards = local_parameters(random_hf(model.shape), model.shape, model.layout, Place())
-    name = "decoder.final_layernorm.weight"
-    source = ShardSource(model, ShardGroups())
-    list(source.buckets(shards | {name: shards[name][:-1]}))
-    assert source.failure == f"{name} has the local shape (63,), the layout says (64,)"
 
 
 def test_a_bucket_is_closed_when_it_is_full() -> None:

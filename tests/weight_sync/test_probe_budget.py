@@ -1,4 +1,4 @@
-"""What a probe may find: so many times the learner's noise, within bounds that no noise moves."""
+"""Budget of a probe: so many times the learner's noise, between bounds that no noise moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megatron_rl.weight_sync.probe_budget import (
     LIMITS,
     Numerics,
     noise_budget,
-    set_by_hand,
 )
 
 NOISE = 0.003
@@ -23,27 +22,12 @@ NOISE = 0.003
 def test_a_budget_is_a_multiple_of_the_noise_between_two_bounds(format: Format) -> None:
     limit = LIMITS[format]
     middle = (LEAST + limit.most) / 2
-    budget = noise_budget(middle / limit.times, format, Numerics.bf16)
-    assert budget.nats == pytest.approx(middle)
-    assert budget.origin.startswith(
-        f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of "
-    )
-    weights = "BF16" if format == Format.none else format.upper()
-    assert budget.origin.endswith(f"; {weights} weights in the sampler, a BF16 learner")
-    loud = noise_budget(1e6, format, Numerics.bf16)
-    assert loud.nats == limit.most <= 1
-    assert loud.origin.endswith(f"at most {limit.most:g}")
-    quiet = noise_budget(LEAST / limit.times / 100, format, Numerics.bf16)
+    assert noise_budget(middle / limit.times, format, Numerics.bf16).nats == pytest.approx(middle)
+    assert noise_budget(1e6, format, Numerics.bf16).nats == limit.most
+    quiet = noise_budget(0.0, format, Numerics.bf16)
     assert quiet.nats == LEAST
-    assert quiet.origin.endswith(f"at least {LEAST:g}")
-
-
-def test_a_format_with_fewer_bits_may_differ_by_more() -> None:
-    bf16, int8, fp8, int4 = (
-        noise_budget(0.01, format, Numerics.bf16).nats
-        for format in (Format.none, Format.int8, Format.fp8, Format.int4)
-    )
-    assert bf16 < int8 < fp8 < int4
+    integers = format in (Format.int8, Format.int4)
+    assert quiet.end == pytest.approx((5 if integers else 1) * LEAST)
 
 
 def test_the_learner_s_arithmetic_has_its_share() -> None:
@@ -54,12 +38,8 @@ def test_the_learner_s_arithmetic_has_its_share() -> None:
     most = LIMITS[Format.fp8].most + FP8_LEARNER.most
     assert noise_budget(9, Format.fp8, Numerics.fp8).nats == most
     one = noise_budget(0.01, Format.int8, Numerics.sampler)
-    assert one.nats == noise_budget(0.01, Format.none, Numerics.bf16).nats, (
-        "no more than a BF16 pair"
-    )
-    assert one.origin.endswith(
-        "INT8 weights in the sampler, a learner that computes as the sampler does"
-    )
+    assert one.nats == noise_budget(0.01, Format.none, Numerics.bf16).nats
+    assert one.end == one.nats
     # a learner in FP32 has half the noise
     twice = noise_budget(2 * NOISE, Format.int8, Numerics.bf16)
     assert noise_budget(NOISE, Format.int8, Numerics.fp32).nats == twice.nats
@@ -88,21 +68,7 @@ def test_the_least_that_one_wrong_matrix_made_is_beyond_the_end(noise: float) ->
     assert 88 * noise > noise_budget(noise / 2, Format.int8, Numerics.fp32).end
 
 
-@pytest.mark.parametrize("format", list(Format))
-def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
-    budget = noise_budget(0.001, format, Numerics.bf16)
-    integers = format in (Format.int8, Format.int4)
-    assert budget.end == pytest.approx((5 if integers else 1) * budget.nats)
-    assert noise_budget(1e6, format, Numerics.bf16).end == max(
-        LIMITS[format].most, 0.6 if integers else 0
-    )
-    one = noise_budget(0.001, format, Numerics.sampler)
-    assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
-
-
-def test_a_number_is_taken_as_it_is_and_no_number_allows_nothing() -> None:
+def test_an_unknown_noise_allows_nothing() -> None:
     budget = noise_budget(math.nan, Format.int8, Numerics.bf16)
     assert math.isnan(budget.nats)
     assert not budget.end >= 0
-    given = set_by_hand(7.0)
-    assert (given.nats, given.end, given.origin) == (7.0, 7.0, "sync.probe_budget")

@@ -1,5 +1,4 @@
-"""A probe whose budget is measured lets an engine pass that is right, and none of which one layer
-is wrong.
+"""Measured budget of a probe: a right engine passes, one with a single wrong layer does not.
 
 All of it happens in one process (`budget_cases.py`), in which the learner may change torch.
 """
@@ -39,12 +38,10 @@ def test_an_engine_that_is_right_is_not_ended_over_outliers(
         if case.startswith("outliers") and precision in case
     }
     assert len(right) == 10
-    assert sum(one["d"] > one["budget"] for one in right.values()) >= 2, "else this says nothing"
+    assert sum(one["d"] > one["budget"] for one in right.values()) >= 2
     for one in right.values():
         assert one["said"] == ""
-        assert one["expected"] / 1.2 < one["d"] < one["expected"] * 1.2, (
-            "what the format does was known before"
-        )
+        assert one["expected"] / 1.2 < one["d"] < one["expected"] * 1.2
         if precision is Precision.bf16:
             # token by token: nothing where both sum in one order, 0.4 of it seen where a
             # processor's kernels do not
@@ -56,9 +53,7 @@ def test_an_engine_that_is_right_is_not_ended_over_outliers(
     "what outliers explain is not enough",
 )
 def test_one_wrong_layer_is_found_beside_outliers(found: dict) -> None:
-    """A learner that rounds as the engine finds all; one in FP32 not what is less than INT8 itself
-    does there.
-    """
+    """A learner in FP32 misses differences that are smaller than INT8's own there."""
     wrong = {
         case: [one[fault] for fault in one if fault != "none"]
         for case, one in found.items()

@@ -4,7 +4,6 @@ every rank.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert driver["gone"]
 
 
-def test_no_space_is_refused_before_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.statvfs(tmp_path)
-    full = os.statvfs_result((*real[:4], 0, *real[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(
-        WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"
-    ):
-        sync_of(Weights(0, 1), None, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 class Fleet(Receiver):
     """Notes what it is sent, or refuses it."""
 
@@ -98,16 +84,13 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     assert report.tensors == sum(len(one.tensors) for one in found.values())
     assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
     assert report.error.worst
-    assert room == [sum(room[1:]), *room[1:]] and len(room) == 3, (
-        "all at the start, then each format's own"
-    )
+    assert room == [sum(room[1:]), *room[1:]]
+    assert len(room) == 3
 
     client.refuse = 2
     with pytest.raises(WeightSyncError, match="corrupt tensor X"):
         sync.push(2)
-    assert {one.policy_version for one in client.manifests().values()} == {1}, (
-        "restarted servers still need it"
-    )
+    assert {one.policy_version for one in client.manifests().values()} == {1}
     assert not list(sync.transport.directory.glob("*/v00000002"))
 
     client.refuse = 0

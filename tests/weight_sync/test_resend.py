@@ -15,7 +15,7 @@ from push_rank import SHARD, Receiver, Weights, sync_of
 from megatron_rl.config.schema import Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import file_push
-from megatron_rl.weight_sync.file_transport import version_directory, write_version
+from megatron_rl.weight_sync.file_transport import version_directory
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
@@ -34,10 +34,8 @@ def the(pattern: str, damage: Damage) -> Damage:
 
 DAMAGES: dict[str, Damage] = {
     "a bit of a bucket flips": the("*.bin", flip),
-    "a bucket is cut short": the("*.bin", lambda path: path.write_bytes(path.read_bytes()[:-1])),
     "a bucket is lost": the("*.bin", Path.unlink),
     "a bit of the manifest flips": the("*.json", flip),
-    "the manifest is torn": the("*.json", lambda path: path.write_bytes(path.read_bytes()[:100])),
     "the manifest is lost": the("*.json", Path.unlink),
     "the whole version is lost": shutil.rmtree,
 }
@@ -62,19 +60,13 @@ def embedded(folder: Path, **settings: Any) -> tuple[Unlucky, WeightSync]:
     return receiver, sync_of(Weights(0, 1), receiver, folder, **settings)
 
 
-def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:
-    return embedded(folder, engines=2, formats=[Format.int8, Format.none])
-
-
 @pytest.mark.fault(
     "a version is damaged on its way", "it is sent again once, which is counted and said"
 )
-@pytest.mark.parametrize("sampler", [embedded, fleet])
+@pytest.mark.parametrize("formats", [[Format.int8] * 2, [Format.int8, Format.none]])
 @pytest.mark.parametrize("what", DAMAGES)
-def test_what_was_damaged_is_sent_again(
-    tmp_path: Path, sampler: Callable[..., Any], what: str
-) -> None:
-    receiver, sync = sampler(tmp_path)
+def test_what_was_damaged_is_sent_again(tmp_path: Path, formats: list[Format], what: str) -> None:
+    receiver, sync = embedded(tmp_path, engines=2, formats=formats)
     assert sync.push(1).metrics()["sync/resent"] == 0
     receiver.damages = [DAMAGES[what]]
     report = sync.push(2)
@@ -89,10 +81,7 @@ def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
     receiver, sync = embedded(tmp_path)
     sync.push(1)
     receiver.damages = [DAMAGES["a bit of a bucket flips"], DAMAGES["the manifest is lost"]]
-    with pytest.raises(
-        WeightSyncError,
-        match=r"manifest .* is missing.*\(sent twice; the first time: corrupt tensor",
-    ):
+    with pytest.raises(WeightSyncError, match=r"is missing.*sent twice.*corrupt tensor"):
         sync.push(2)
     assert not receiver.damages
     assert receiver.version == 1
@@ -104,12 +93,7 @@ def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
     ("victim", "damage", "said"),
     [
         (1, "a bit of a bucket flips", "corrupt tensor"),
-        (2, "a bit of a bucket flips", "corrupt tensor"),
-        (
-            1,
-            "the whole version is lost",
-            "policy version 2 is a patch of version 1, which this receiver",
-        ),
+        (1, "the whole version is lost", "a patch of version 1"),
     ],
 )
 def test_a_damaged_patch_is_followed_by_the_whole(
@@ -127,26 +111,20 @@ def test_a_damaged_patch_is_followed_by_the_whole(
     assert sync.push(3).nbytes < whole
 
 
-def fail_once(error: Exception) -> Callable[..., Any]:
-    errors = [error]
-
-    def write(*arguments: Any, **options: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return write_version(*arguments, **options)
-
-    return write
-
-
 @pytest.mark.fault("the file system refuses a write once", "the version is sent again")
 def test_what_was_not_written_is_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver, sync = embedded(tmp_path)
     sync.push(1)
-    monkeypatch.setattr(file_push, "write_version", fail_once(OSError(5, "Input/output error")))
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(file_push, "write_version", fail_once)
     report = sync.push(2)
-    assert "Input/output error" in report.first_failure
+    assert "Input/output" in report.first_failure
     assert receiver.version == 2
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,20 +40,6 @@ def leftover(parent: Path, name: str, owner: str = "") -> Path:
     return folder
 
 
-def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
-    alive = SyncDir(str(tmp_path))
-    dead = [
-        leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text()),
-        leftover(tmp_path, f"{PREFIX}early"),
-    ]
-    left = [alive.path, leftover(tmp_path, "something-else"), leftover(tmp_path, f"{PREFIX}young")]
-    os.utime(left[-1])
-    age(alive.path)
-    assert sorted(remove_stale(tmp_path)) == dead
-    assert all(folder.exists() for folder in left)
-    alive.close()
-
-
 def test_unusable_parent_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightSyncError, match=r"sync.dir=.*/file"):
@@ -70,40 +54,30 @@ def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> No
     own = SyncDir(str(tmp_path))
     boot, here, process = (own.path / LOCK).read_text().split()
     assert (here, process, len(boot)) == (socket.gethostname(), str(os.getpid()), 36)
-    elsewhere = leftover(tmp_path, f"{PREFIX}elsewhere", "another-boot another-host 1\n")
+    age(own.path)
+    left = [
+        own.path,
+        leftover(tmp_path, f"{PREFIX}elsewhere", "another-boot another-host 1\n"),
+        leftover(tmp_path, "something-else"),
+        leftover(tmp_path, f"{PREFIX}young"),
+    ]
+    os.utime(left[-1])
     owners = (
         f"{boot} another-name-for-this-kernel 1\n",
         f"another-boot {here} 1\n",
         f"{boot} {here} 1\n",
+        "",
     )
     dead = [leftover(tmp_path, f"{PREFIX}{number}", owner) for number, owner in enumerate(owners)]
     assert sorted(remove_stale(tmp_path)) == dead
-    assert elsewhere.exists()
+    assert all(folder.exists() for folder in left)
     own.close()
-
-
-def test_a_killed_owner_s_folder_is_removed_by_the_next(tmp_path: Path) -> None:
-    script = f"import os; from megatron_rl.weight_sync.file_transport import SyncDir; d = SyncDir({str(tmp_path)!r}); "
-    script += "print(d.path, flush=True); os.kill(os.getpid(), 9)"
-    killed = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-    folder = Path(killed.stdout.strip())
-    age(folder)
-    following = SyncDir(str(tmp_path))
-    assert not folder.exists()
-    following.close()
 
 
 ODD = {
     "a link to itself": lambda path: path.symlink_to(path),
-    "a link to a folder": lambda path: path.symlink_to("/"),
     "a pipe": os.mkfifo,
     "a folder that nobody may enter": lambda path: path.mkdir(0),
-    "a folder whose lock is a link": lambda path: (
-        path.mkdir(),
-        (path / LOCK).symlink_to("/etc/hostname"),
-    ),
 }
 
 
@@ -144,24 +118,3 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.path.exists()
     first.close()
     second.close()
-
-
-@pytest.mark.parametrize(
-    ("needed", "free", "said"),
-    [
-        ((1 << 20) + 1, 1 << 20, ("1.1 MiB", "1 MiB")),
-        (3 << 20, (3 << 20) - 1, ("3 MiB", "2.9 MiB")),
-    ],
-)
-def test_what_is_needed_never_looks_like_what_there_is(
-    tmp_path: Path, needed: int, free: int, said: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = SyncDir(str(tmp_path))
-    real = os.statvfs(tmp_path)
-    monkeypatch.setattr(
-        os, "statvfs", lambda path: os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:]))
-    )
-    with pytest.raises(WeightSyncError) as refused:
-        own.require_free(needed)
-    assert all(words in str(refused.value) for words in said)
-    own.close()

@@ -25,16 +25,16 @@ def test_two_writers_in_one_order(tmp_path: Path) -> None:
         for everywhere in (False, True):
             here = first[f"{case} {everywhere}"]
             there = second[f"{case} {everywhere}"]
-            assert here["metas"] == there["metas"], "every rank knows what comes, in which order"
+            assert here["metas"] == there["metas"]
             count = len(here["metas"])
             assert here["passes"] == [count, count]
             assert there["passes"] == ([count, count] if everywhere else [0, 0])
     assert first["interrupted"] == [True, None]
     assert second["interrupted"] == [False, None]
     count = len(first["stages False"]["metas"])
-    assert first["diverged"] == [count, None], "the lockstep holds"
+    assert first["diverged"] == [count, None]
     assert second["diverged"][0] == 0
-    assert "layers.3.mlp.down_proj.weight: the weight holds NaN" in second["diverged"][1]
+    assert "layers.3.mlp.down_proj.weight" in second["diverged"][1]
 
 
 def test_a_side_stream_gets_tensors_that_home_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
