@@ -71,7 +71,7 @@ def train(
         learner = Learner(model, Sections.of(config), run_dir / "dumps", driver.recorder.note)
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         after_driver.callback(learner.close)
-        sync = WeightSync.from_config(learner, driver.sampler, config)
+        sync = WeightSync(learner, driver.sampler, config)
         learner.set_smoothing(sync.smoothing)
         with closing(sync):
             saver = Saver(

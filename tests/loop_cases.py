@@ -53,7 +53,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         model = Model.read(base.model.path, base.learner)
         learner = Learner(model, Sections.of(base))
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
-        sync = WeightSync.from_config(learner, driver.sampler, base)
+        sync = WeightSync(learner, driver.sampler, base)
         saver = Saver(
             folder / "run" / "checkpoints",
             CheckpointSection(),

@@ -10,7 +10,6 @@ L layers of the whole model; the last dimension is (key, value).
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from megatron_rl.distributed import Group
 from megatron_rl.models.tensors import TensorSpec
@@ -22,11 +21,13 @@ class CacheScales:
     last asked.
     """
 
-    def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, layers: int, world: Group, take_cache_amax: Callable[[], torch.Tensor]
+    ) -> None:
         self._layers = layers
         self._world = world
         self._take = take_cache_amax
-        self._scales_L2: Tensor | None = None
+        self._scales_L2: torch.Tensor | None = None
         self._repeats = False
 
     @property
@@ -59,12 +60,12 @@ class CacheScales:
             kept_L2 = self._scales_L2.to(made_L2)
         self._scales_L2 = torch.where(amax_L2 > 0, made_L2, kept_L2)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
         if self._scales_L2 is None:
             return {}
         return {"cache_scales": self._scales_L2}
 
-    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
+    def restore(self, state: Mapping[str, torch.Tensor], repeats: bool) -> None:
         """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the
         scales that it had.
         """
@@ -72,7 +73,7 @@ class CacheScales:
             self._scales_L2 = state["cache_scales"]
             self._repeats = repeats
 
-    def values(self) -> Iterator[tuple[str, Tensor]]:
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in a checkpoint, scale), as vLLM's loaders know them."""
         assert self._scales_L2 is not None
         yield from zip(self._names(), self._scales_L2.reshape(-1, 1).unbind(), strict=True)

@@ -142,11 +142,9 @@ class Int8Weight:
         self.n = len(codes_NK)
         if has_int8():
             self._codes_NK = codes_NK.detach().contiguous()
-        else:
-            self._codes_NK = codes_NK.new_empty(0)
-        if has_int8():
             self._parts = []
         else:
+            self._codes_NK = codes_NK.new_empty(0)
             self._parts = [part.float() for part in codes_NK.split(EXACT_K, dim=1)]
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 

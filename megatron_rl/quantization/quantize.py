@@ -1,5 +1,4 @@
-"""Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; and how far a
-weight is off then.
+"""Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; their errors.
 
 Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that
 a shard quantized with the amax of the whole tensor holds the same bytes as the same slice of the
@@ -21,14 +20,11 @@ from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
 TINY = 1e-12  # an all-zero row keeps a scale that divides
 CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
-WORST = 5  # weights named
 ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude per output row, FP32: what a row-parallel weight all-reduces (max) before
-    `quantize`.
-    """
+    """Largest magnitude per output row, FP32: all-reduced (max) of a row-parallel weight."""
     weight_OI = weight_OI.detach()
     if weight_OI.dtype != torch.bfloat16 or weight_OI.device.type != "cpu" or not weight_OI.numel():
         return weight_OI.abs().amax(dim=1).float()
@@ -48,19 +44,11 @@ def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
 def quantize(
     weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer by suffix: `weight` and `weight_scale` ([O, 1], or [P, Q] for
-    blocks).
+    """Return a linear layer's `weight` and `weight_scale` ([O, 1], or [P, Q] for blocks).
 
     `amax_O` is the row amax over *all* shards of a row-parallel weight; left out, the tensor is
     whole in I. Blocks own their amax: a shard must begin and end on a multiple of 128.
     """
-    if weight_OI.ndim != 2:
-        raise ValueError(f"quantize takes a matrix, got the shape {tuple(weight_OI.shape)}")
-    if format not in QUANTIZED:
-        raise ValueError(
-            f"quantization.format={format} has no quantizer; take one of "
-            f"{[f.value for f in QUANTIZED]}"
-        )
     kind = QUANTIZED[format]
     if kind.blocks:
         return _quantize_blocks(weight_OI)
@@ -124,9 +112,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
-    """How many rows are rounded at once: on hosts as many as the processor's cache holds; elsewhere
-    all.
-    """
+    """Rows that are rounded at once: on a CPU as many as its cache holds, elsewhere all."""
     rows, columns = weight_OI.shape
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
@@ -144,7 +130,6 @@ def _refuse_non_finite(amax: torch.Tensor) -> None:
 class ErrorSample:
     """Sums over the sampled rows, on the device until `summarize` reads them."""
 
-    name: str
     squared_error: torch.Tensor
     squared_weight: torch.Tensor
     clamped: torch.Tensor
@@ -153,30 +138,27 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    worst: tuple[tuple[str, float], ...] = ()  # relative Frobenius error, largest first
-    clamped_fraction: float = 0.0  # values beyond what their scale can express
-    mean: float = 0.0
+    """Relative Frobenius errors of quantized weights."""
+
+    largest: float
+    mean: float
+    clamped_fraction: float  # values beyond what their scale can express
 
     @classmethod
-    def merge(cls, summaries: Iterable[ErrorSummary]) -> ErrorSummary:
-        """One summary of all ranks': shards of a weight are different rows of it, the worst stands
-        for the weight.
-        """
-        measured = [part for part in summaries if part.worst]
+    def merge(cls, summaries: Iterable[ErrorSummary | None]) -> ErrorSummary | None:
+        """Join those of all ranks, of which some hold nothing that is quantized."""
+        measured = [one for one in summaries if one]
         if not measured:
-            return cls()
-        worst: dict[str, float] = {}
-        for name, error in (pair for part in measured for pair in part.worst):
-            worst[name] = max(error, worst.get(name, 0.0))
+            return None
         return cls(
-            tuple(sorted(worst.items(), key=lambda item: -item[1])[:WORST]),
-            sum(part.clamped_fraction for part in measured) / len(measured),
-            sum(part.mean for part in measured) / len(measured),
+            max(one.largest for one in measured),
+            sum(one.mean for one in measured) / len(measured),
+            sum(one.clamped_fraction for one in measured) / len(measured),
         )
 
 
 def sample_error(
-    name: str, weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
+    weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
 ) -> ErrorSample:
     quantized_OI = result["weight"]
     scale = result["weight_scale"]
@@ -194,7 +176,6 @@ def sample_error(
     difference_OI = dequantize(quantized_OI[rows], scale) - original_OI
     beyond_OI = original_OI.abs() > limit_OI * (1 + 1e-5)
     return ErrorSample(
-        name,
         difference_OI.square().sum(),
         original_OI.square().sum(),
         beyond_OI.sum(),
@@ -202,16 +183,12 @@ def sample_error(
     )
 
 
-def summarize(samples: list[ErrorSample]) -> ErrorSummary:
+def summarize(samples: list[ErrorSample]) -> ErrorSummary | None:
     if not samples:
-        return ErrorSummary()
+        return None
     table = torch.stack(
         [torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]
     ).cpu()
     relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
-    worst = tuple(
-        (samples[i].name, float(relative[i]))
-        for i in relative.argsort(descending=True)[:WORST].tolist()
-    )
     clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)
-    return ErrorSummary(worst, clamped, float(relative.mean()))
+    return ErrorSummary(float(relative.max()), float(relative.mean()), clamped)

@@ -5,7 +5,6 @@ A patch is the distance of every changed byte from the one before it (16 bits ea
 bytes.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,9 +24,7 @@ class Patch:
 
 
 def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Positions at which two equally long byte arrays differ. Whole words are compared first: most
-    are equal.
-    """
+    """Positions at which two equally long byte arrays differ; whole words are compared first."""
     words = len(old) // WORD.itemsize * WORD.itemsize
     differ = np.flatnonzero(old[:words].view(WORD) != new[:words].view(WORD))
     inside = (differ[:, None] * WORD.itemsize + np.arange(WORD.itemsize)).reshape(-1)
@@ -53,9 +50,7 @@ def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
 
 
 def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
-    """Turn the old bytes into the new ones, in place; raises ValueError where a patch points beyond
-    them.
-    """
+    """Turn the old bytes into the new, in place; ValueError where a patch points beyond them."""
     gaps = data[: changes * GAP.itemsize]
     values = data[changes * GAP.itemsize :]
     # a copy, because nothing promises that patches lie on even addresses
@@ -66,25 +61,20 @@ def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
 
 
 def _bridged(positions: np.ndarray) -> np.ndarray:
-    """Positions, with more in between where two are too far apart for one gap; the bytes there are
-    the same.
-    """
+    """Positions, with more in between where two are too far apart for one gap."""
     gaps = np.diff(positions, prepend=0)
-    bridges: Iterable[np.ndarray] = (
+    bridges = [
         np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)
         for i in np.flatnonzero(gaps > LONGEST_GAP)
-    )
-    found = list(bridges)
-    if found:
-        return np.sort(np.concatenate((positions, *found)))
+    ]
+    if bridges:
+        return np.sort(np.concatenate((positions, *bridges)))
     return positions
 
 
 @dataclass
 class Sent:
-    """What one writer sent last, by tensor and start of a part: what the next patches are made
-    against.
-    """
+    """Bytes that one writer sent last, by tensor and start of a part: the base of patches."""
 
     # of the last version: how many could be compared with the version before, and how many differ
     values: int = 0
@@ -95,9 +85,7 @@ class Sent:
         self.values = self.changed = 0
 
     def exchange(self, part: tuple[str, int], data: np.ndarray, itemsize: int) -> Patch | None:
-        """Remember the part; return how it differs from the one before, or None where it must
-        travel whole.
-        """
+        """Remember the part; return its patch, or None where it must travel whole."""
         old = self._parts.get(part)
         if old is None or len(old) != len(data):
             self._parts[part] = data.copy()
@@ -117,9 +105,7 @@ class Sent:
 
 @dataclass
 class Lineage:
-    """The version that was sent whole last, and the patches upon it: what a receiver needs to make
-    the newest.
-    """
+    """Last whole version and the patches upon it: all that a receiver needs for the newest."""
 
     full_every: int
     versions: list[int] = field(default_factory=list)
@@ -133,6 +119,5 @@ class Lineage:
 
     def add(self, version: int) -> None:
         if self.base is None:
-            self.versions = [version]
-        else:
-            self.versions = [*self.versions, version]
+            self.versions = []
+        self.versions.append(version)

@@ -1,5 +1,5 @@
-"""Sender of the `file` transport on learner ranks: a thread writes a version; rank 0 has it loaded,
-later removed.
+"""Sender of the `file` transport on learner ranks: a thread writes a version, rank 0 has it loaded
+and removes old ones.
 """
 
 import errno
@@ -37,9 +37,7 @@ Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
 class FilePush(Push):
-    """The sending half of the `file` transport. Without a sampler the written version is the
-    result.
-    """
+    """Sending half of the `file` transport; without a sampler the written version is the result."""
 
     def __init__(
         self,
@@ -152,9 +150,7 @@ class FilePush(Push):
         return self.directory
 
     def _update_info(self, version: int) -> dict[str, Any]:
-        """The argument of `update_weights`: where the version lies; by format where the engines
-        differ.
-        """
+        """Argument of `update_weights`: the version's place, by format where engines differ."""
         infos = {
             one.value: update_info(self._folder(one), version, self._writers, background=True)
             for one in self._sources
@@ -227,9 +223,7 @@ class FilePush(Push):
 
 
 def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Written]) -> None:
-    """Wait for room in the queue, as long as the writer is at work: one that is done before the end
-    has failed.
-    """
+    """Wait for room in the queue while the writer works: one that is done early has failed."""
     while not writing.done():
         try:
             return handover.put(item, timeout=WRITER_POLL_S)

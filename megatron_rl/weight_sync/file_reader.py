@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -126,7 +124,8 @@ class Tensors(Mapping[str, torch.Tensor]):
             raise WeightSyncError(f"corrupt tensor {name}: its bytes do not match its checksum")
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """File and offset of a part."""
 
     file: str
@@ -172,7 +171,7 @@ def stage(
     writers: int,
     expected: Mapping[str, TensorSpec],
     current_version: int,
-    shards: Mapping[str, Shard] = MappingProxyType({}),
+    shards: Mapping[str, Shard] | None = None,
 ) -> Staged:
     """Open an update and raise a WeightSyncError that names what is wrong; its bytes are checked as
     they are read.
@@ -188,7 +187,7 @@ def stage(
         _Version(directory, policy_version, manifests),
         *_built_upon(directory, policy_version, manifests),
     ]
-    tensors = Tensors(entries, newest_first, shards)
+    tensors = Tensors(entries, newest_first, shards or {})
     return Staged(policy_version, tensors, tensors.nbytes, time.perf_counter() - start)
 
 

@@ -11,7 +11,6 @@ still alive: it holds across containers that share memory, and the kernel drops 
 ends (folder_lock.py).
 """
 
-import math
 import os
 import shutil
 import tempfile
@@ -19,7 +18,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -83,7 +81,7 @@ def write_version(
     bucket_bytes: int = BUCKET_BYTES,
     sent: Sent | None = None,
     base: int | None = None,
-    cuts: Mapping[str, Cut] = MappingProxyType({}),
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Written:
     """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing
     stays behind.
@@ -99,7 +97,7 @@ def write_version(
     path = manifest_path(directory, policy_version, writer)
     try:
         for name, tensor in tensors:
-            buckets.add(name, tensor, cuts.get(name))
+            buckets.add(name, tensor, (cuts or {}).get(name))
         buckets.close()
         content = manifests.encode(
             Manifest(policy_version, format, buckets.files, tuple(buckets.entries), base)
@@ -258,7 +256,7 @@ class SyncDir:
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
             raise WeightSyncError(
-                f"an update of {math.ceil(nbytes / MIB)} MiB does not fit into {self._parent}, "
+                f"an update of {-(-nbytes // MIB)} MiB does not fit into {self._parent}, "
                 f"which has {free // MIB} MiB free: free space there, or set sync.dir to a larger "
                 "file system"
             )

@@ -57,7 +57,7 @@ def set_by_hand(nats: float) -> Budget:
 
 
 class Numerics(StrEnum):
-    """How the learner computes."""
+    """Arithmetic of the learner."""
 
     bf16 = "a BF16 learner"
     fp32 = "an FP32 learner"

@@ -6,10 +6,8 @@ or in the sampler, is raised on all of them, and the sampler keeps serving the v
 `sync.staged: false` it may be left without one, and then refuses to generate.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
@@ -17,15 +15,7 @@ import msgspec
 from torch import Tensor
 
 from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import (
-    Config,
-    Format,
-    KvCache,
-    QuantizationSection,
-    SamplerSection,
-    SyncSection,
-    Transport,
-)
+from megatron_rl.config.schema import Config, Format, KvCache, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
@@ -52,14 +42,10 @@ class WeightSync:
         self,
         learner: LearnerWeights,
         sampler: SamplerClient | None,
-        formats: Sequence[Format],
-        *,
-        quantization: QuantizationSection,
-        sync: SyncSection,
-        engines: SamplerSection,
+        config: Config,
     ) -> None:
-        """`formats`: those of the sampler's engines, each once."""
         started = time.perf_counter()
+        quantization = config.quantization
         shape = learner.model.shape
         world = learner.groups.world
         self.smoothing: Smoothing | None = None
@@ -80,30 +66,17 @@ class WeightSync:
                 smoothing=self.smoothing if format == Format.int8 else None,
                 cache_scales=cache_scales,
             )
-            for format in formats
+            for format in distinct_formats(config.sampler, quantization)
         }
         self._learner = learner
         self._scales: tuple[Smoothing | CacheScales, ...] = tuple(
             filter(None, (self.smoothing, cache_scales))
         )
         self._rank = this_rank()
-        self.transport = _transport(sources, sampler, sync, engines)
-        # whether the last version failed in a way that sending it again can mend
+        self.transport = _transport(sources, sampler, config)
+        # the last version failed in a way that sending it again can mend
         self._again = False
         self._plan_seconds = time.perf_counter() - started
-
-    @classmethod
-    def from_config(
-        cls, learner: LearnerWeights, sampler: SamplerClient | None, config: Config
-    ) -> WeightSync:
-        return cls(
-            learner,
-            sampler,
-            distinct_formats(config.sampler, config.quantization),
-            quantization=config.quantization,
-            sync=config.sync,
-            engines=config.sampler,
-        )
 
     def push(self, version: int) -> SyncReport:
         """Send the learner's present weights as policy `version`; returns once the sampler serves
@@ -114,9 +87,7 @@ class WeightSync:
         """
         try:
             return self._push(version)
-        except (
-            Exception
-        ) as error:  # of every kind: the transport must not build on a version that did not arrive
+        except Exception as error:  # nothing may build on a version that did not arrive
             self.transport.start_over()
             if not self._again:
                 raise
@@ -154,7 +125,7 @@ class WeightSync:
         return SyncReport(version, whole.nbytes, whole.tensors, seconds, whole.error, changed)
 
     def state(self) -> dict[str, Tensor]:
-        """What the next sync builds on, the same on every rank: for a checkpoint."""
+        """Scales that the next sync builds on, the same on every rank: for a checkpoint."""
         return {name: value for scales in self._scales for name, value in scales.state().items()}
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
@@ -199,20 +170,17 @@ def _not_taken(version: int, why: str) -> str:
 
 
 def _transport(
-    sources: dict[Format, ShardSource],
-    sampler: SamplerClient | None,
-    sync: SyncSection,
-    engines: SamplerSection,
+    sources: dict[Format, ShardSource], sampler: SamplerClient | None, config: Config
 ) -> Push:
-    if sync.transport == Transport.file:
-        return FilePush(sources, sampler, sync, engines.tensor_parallel)
+    if config.sync.transport == Transport.file:
+        return FilePush(sources, sampler, config.sync, config.sampler.tensor_parallel)
     # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its
     # transports
     from megatron_rl.weight_sync.vllm_push import VllmPush
 
     # mixed formats travel as files: the config has made sure
     (source,) = sources.values()
-    return VllmPush(source, sampler, sync, engines)
+    return VllmPush(source, sampler, config.sync, config.sampler)
 
 
 @contextmanager

@@ -338,7 +338,7 @@ class ShardSource:
                 self._fail(f"{piece.name}: {error}")
                 return None
             if part.numel():
-                self.errors.append(sample_error(piece.name, part, result, self.format))
+                self.errors.append(sample_error(part, result, self.format))
             made += [result["weight"].contiguous(), result["weight_scale"].contiguous()]
         return made
 

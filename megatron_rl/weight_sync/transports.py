@@ -1,6 +1,4 @@
-"""Interfaces of a sync (learner's weights, sampler's client, a transport's sender); ranks'
-contributions, report.
-"""
+"""Interfaces of a sync: learner, sampler, transport; contributions of ranks, and the report."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def this_rank() -> int:
 
 
 class LearnerWeights(Protocol):
-    """One rank of the learner."""
+    """A rank of the learner."""
 
     @property
     def model(self) -> Model: ...
@@ -81,7 +79,7 @@ class SyncReport:
     nbytes: int
     tensors: int
     seconds: SyncSeconds
-    error: ErrorSummary
+    error: ErrorSummary | None
     # values that differ from the version before; None where nobody compared
     changed_fraction: float | None = None
     first_failure: str = ""  # why it had to be sent again
@@ -96,9 +94,9 @@ class SyncReport:
         }
         if self.changed_fraction is not None:
             out["sync/changed_fraction"] = self.changed_fraction
-        if self.error.worst:
+        if self.error is not None:
             out |= {
-                "sync/quant_error_max": self.error.worst[0][1],
+                "sync/quant_error_max": self.error.largest,
                 "sync/quant_error_mean": self.error.mean,
                 "sync/clamped_fraction": self.error.clamped_fraction,
             }
@@ -107,13 +105,13 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank tells all others after its part."""
+    """Report of one rank to all others after its part."""
 
     failure: str | None = None
     nbytes: int = 0
     tensors: int = 0
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
-    error: ErrorSummary = field(default_factory=ErrorSummary)
+    error: ErrorSummary | None = None
     values: int = 0  # compared with the version before
     changed: int = 0
     passing: bool = False  # the failure is one that may not come again
@@ -162,7 +160,7 @@ class Contribution:
 
 
 class Push:
-    """One transport's sending half, on every rank of the learner."""
+    """Sending half of a transport, on every rank of the learner."""
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
         """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what
@@ -177,7 +175,7 @@ class Push:
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
-        """Rank 0: some rank could not send its part, the version will never be loaded."""
+        """Drop a version that some rank could not send, on rank 0."""
 
     def tidy(self, version: int, taken: bool) -> None:
         """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or
@@ -190,4 +188,4 @@ class Push:
         """
 
     def close(self) -> None:
-        """Every rank, at the end."""
+        """Release the transport, on every rank at the end."""

@@ -7,8 +7,6 @@ and the seal last (see `wire`), and so that a refusal on rank 0 is raised after 
 others are in.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -79,9 +77,7 @@ class VllmPush(Push):
             with bounded(self._patience_s, f"sending policy version {version}", self._relay):
                 self._engine.send_weights()
             failure = self._relay.failure
-        except (
-            Exception
-        ) as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
+        except Exception as error:  # every kind: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
         self._source.drain()
         sent = self._source.tensors if self._rank == 0 else ()
@@ -119,7 +115,7 @@ class VllmPush(Push):
         )
 
     def _refusal(self, ask: Callable[[], None]) -> str | None:
-        """What rank 0 is told when it asks the sampler, on every rank."""
+        """Return the sampler's refusal of rank 0's request, on every rank."""
         failure = None
         if self._rank == 0:
             try:
@@ -151,7 +147,7 @@ class VllmPush(Push):
 
 
 @contextmanager
-def bounded(seconds: float, what: str, relay: Relay) -> Iterator[None]:
+def bounded(seconds: float, what: str, relay: "Relay") -> Iterator[None]:
     """End this process when it takes longer: a collective whose peer has died waits on the device,
     uninterruptibly.
     """
@@ -191,7 +187,7 @@ class WholeTensors(WeightSource):
 
 
 class Relay:
-    """What vLLM's trainer engine takes for its client: rank 0's way to the sampler."""
+    """Client of vLLM's trainer engine: rank 0's way to the sampler."""
 
     def __init__(self, sampler: SamplerClient | None) -> None:
         self._sampler = sampler
@@ -204,9 +200,7 @@ class Relay:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         try:
             self.client.init_weight_transfer_engine(init_info)
-        except (
-            Exception
-        ) as error:  # rank 0 is in the rendezvous already, and waits there for whoever refused it
+        except Exception as error:  # rank 0 waits in the rendezvous
             self.failure = str(error)
             raise
 
@@ -219,14 +213,11 @@ class Relay:
         """
         if self.failure is not None:
             return
-        if update_info.get("ipc_handles") is not None:
-            update_info = update_info | {
-                "ipc_handles": wire.encode_handles(update_info["ipc_handles"])
-            }
+        message = {name: value for name, value in update_info.items() if value is not None}
+        if "ipc_handles" in message:
+            message["ipc_handles"] = wire.encode_handles(message["ipc_handles"])
         try:
-            self.client.update_weights(
-                {name: value for name, value in update_info.items() if value is not None}
-            )
+            self.client.update_weights(message)
         except Exception as error:  # every kind, see above
             self.failure = str(error)
 

@@ -94,7 +94,7 @@ class Run:
         self.sampler = Sampler(EngineSettings.from_config(config), folder / "hf", folder)
         self.weights = Weights(hf)
         self.sampler.start()
-        self.sync = WeightSync.from_config(self.weights, self.sampler, config)
+        self.sync = WeightSync(self.weights, self.sampler, config)
         self.version = 0
 
     def push(self, seed: int) -> list[tuple]:

@@ -42,7 +42,7 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     receiver = Receiver()
     quantization = QuantizationSection(Format.int8, smoothing=0.5, kv_cache=KvCache.fp8)
     config = Config(quantization=quantization, sync=SyncSection(dir=str(root), full_every=2))
-    sync = WeightSync.from_config(learner, receiver if learner.is_driver else None, config)
+    sync = WeightSync(learner, receiver if learner.is_driver else None, config)
     saver = Saver(
         root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, said.append
     )

@@ -108,7 +108,7 @@ def sync_of(
     quantization = QuantizationSection(format)
     sync = SyncSection(dir=str(folder), full_every=full_every)
     config = Config(quantization=quantization, sync=sync, sampler=SamplerSection(**sampler))
-    return WeightSync.from_config(learner, receiver, config)
+    return WeightSync(learner, receiver, config)
 
 
 def meet(rank: int, rendezvous: str) -> None:
@@ -140,7 +140,6 @@ def run_rank(rank: int, rendezvous: str, folder: str) -> dict[str, Any]:
     report = sync.push(3)
     found: dict[str, Any] = {
         "metrics": report.metrics(),
-        "worst": report.error.worst,
         "calls": list(receiver.calls),
         "left": sorted(p.name for p in sync.transport.directory.iterdir()),
         "names": sorted(receiver.tensors),

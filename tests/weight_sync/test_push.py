@@ -33,8 +33,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     ]
     assert driver["metrics"]["sync/version"] == other["metrics"]["sync/version"] == 3
     assert driver["metrics"]["sync/tensors"] == len(driver["names"])
-    assert len(driver["worst"]) == 5
-    assert 0.001 < driver["worst"][0][1] < 0.02
+    assert 0.001 < driver["metrics"]["sync/quant_error_max"] < 0.02
     assert driver["metrics"]["sync/clamped_fraction"] == 0
     for first_failure, resent, next_resent in (driver["resent"], other["resent"]):
         assert "misshapen tensor X" in first_failure
@@ -83,7 +82,6 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     assert scales["none"] == 0 < scales["int8"]
     assert report.tensors == sum(len(one.tensors) for one in found.values())
     assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
-    assert report.error.worst
     assert room == [sum(room[1:]), *room[1:]]
     assert len(room) == 3
 

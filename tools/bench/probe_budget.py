@@ -180,7 +180,7 @@ def answered(
         with closing(sampler):
             sampler.launch()
             for version, (what, weights) in enumerate(served(stored, options)):
-                with closing(WeightSync.from_config(weights, sampler, config)) as sync:
+                with closing(WeightSync(weights, sampler, config)) as sync:
                     sync.push(version)
                     params = SamplingParams(options.samples, options.tokens)
                     fresh = sampler.generate(prompts, params, seed=version, first_group=0, step=0)

@@ -257,14 +257,7 @@ def measure(
     model = weights.model
     groups = weights.groups
     quantization = config.quantization
-    sync = WeightSync(
-        weights,
-        sampler,
-        [quantization.format],
-        quantization=quantization,
-        sync=config.sync,
-        engines=config.sampler,
-    )
+    sync = WeightSync(weights, sampler, config)
     plain = ShardSource(model, groups)
     quantized = ShardSource(model, groups, quantization.format, quantization.ignore)
     reports = []
@@ -306,7 +299,7 @@ def measure(
         "nbytes": reports[0].nbytes,
         "naive_s": statistics.median(naive_s),
         "tuned_s": statistics.median(tuned_s),
-        "quant_error_max": reports[0].error.worst[0][1] if reports[0].error.worst else 0.0,
+        "quant_error_max": reports[0].metrics().get("sync/quant_error_max", 0.0),
     }
 
 

@@ -149,7 +149,7 @@ def run_rank(rank: int, kind: str, given: argparse.Namespace, folder: str) -> No
 def measure(
     weights: RandomWeights, sampler: Sampler | None, config: Config, repeats: int
 ) -> dict[str, Any]:
-    sync = WeightSync.from_config(weights, sampler, config)
+    sync = WeightSync(weights, sampler, config)
     paused = []
     read = 0
     written = []

@@ -248,7 +248,7 @@ def served(
         sampler = Sampler(EngineSettings.from_config(config), stored.folder, logs, note)
         with closing(sampler):
             sampler.launch()
-            sync = WeightSync.from_config(weights, sampler, config)
+            sync = WeightSync(weights, sampler, config)
             with closing(sync):  # until the end: an engine that dies reads its weights again
                 sync.push(0)
                 yield sampler
