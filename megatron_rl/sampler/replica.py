@@ -1,4 +1,6 @@
-"""Engine as the sampler keeps it: state, format, version, load; and the error if none is left."""
+"""Engine as the sampler keeps it: its state and the transitions allowed (`NEXT`), format, version,
+load; and the error if no engine is left.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -19,6 +21,15 @@ class State(Enum):
     ready = "takes prompts"
     updating = "takes no prompts: new weights are about to be, or just became, the live ones"
     given_up = "does not come back"
+
+
+NEXT: dict[State, frozenset[State]] = {
+    State.down: frozenset({State.behind, State.given_up}),
+    State.behind: frozenset({State.ready, State.down}),
+    State.ready: frozenset({State.updating, State.down}),
+    State.updating: frozenset({State.ready, State.down}),
+    State.given_up: frozenset(),
+}
 
 
 @dataclass(eq=False)
@@ -57,27 +68,27 @@ class Replica:
 
     def come_up(self) -> None:
         """There is an engine, which an update may reach from now on."""
-        self.state = State.behind
+        self._become(State.behind)
 
     def hold(self, version: int) -> None:
         """The engine has loaded this version; it takes prompts unless an update is under way."""
         self.version = version
         self.reason = ""
         if self.state is State.behind:
-            self.state = State.ready
+            self._become(State.ready)
 
     def begin_update(self) -> None:
         if self.state is State.ready:
-            self.state = State.updating
+            self._become(State.updating)
 
     def end_update(self) -> None:
         if self.state is State.updating:
-            self.state = State.ready
+            self._become(State.ready)
 
     def take_out(self, reason: str) -> None:
         """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
         if self.up:
-            self.state = State.down
+            self._become(State.down)
         if not self.given_up:
             self.reason = reason
         self.version = NO_VERSION
@@ -85,8 +96,13 @@ class Replica:
             task.cancel()
 
     def give_up(self, reason: str) -> None:
-        self.state = State.given_up
+        self._become(State.given_up)
         self.reason = reason
+
+    def _become(self, state: State) -> None:
+        if state not in NEXT[self.state]:
+            raise AssertionError(f"{self.name}: {self.state.name} -> {state.name}")
+        self.state = state
 
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
         """Wait for its reply; ends with NoAnswer if its supervisor takes it out meanwhile."""

@@ -1,42 +1,68 @@
-"""States of an engine: the weights and requests that an engine loses with its state."""
+"""States of an engine, and what may follow on each."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from scripted_engine import replica
 
-from megatron_rl.sampler.replica import State
+from megatron_rl.sampler.replica import NEXT, Replica, State
 from megatron_rl.weight_sync.manifest import NO_VERSION
+
+STEPS: dict[str, Callable[[Replica], None]] = {
+    "come_up": Replica.come_up,
+    "hold": lambda one: one.hold(4),
+    "begin_update": Replica.begin_update,
+    "end_update": Replica.end_update,
+    "take_out": lambda one: one.take_out("killed"),
+    "give_up": lambda one: one.give_up("given up after 3 restarts"),
+}
+# what each step makes of each state; the others change nothing, or are refused
+CHANGES = {
+    (State.down, "come_up"): State.behind,
+    (State.down, "give_up"): State.given_up,
+    (State.behind, "hold"): State.ready,
+    (State.behind, "take_out"): State.down,
+    (State.ready, "begin_update"): State.updating,
+    (State.ready, "take_out"): State.down,
+    (State.updating, "end_update"): State.ready,
+    (State.updating, "take_out"): State.down,
+}
+
+
+async def after(state: State, step: str) -> Replica:
+    one = replica()
+    one.state = state
+    STEPS[step](one)
+    return one
 
 
 @pytest.mark.parametrize("state", State)
-def test_an_engine_that_is_taken_out_loses_its_requests_and_its_version(state: State) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_leads_where_the_table_allows_it(state: State, step: str) -> None:
+    if step in ("come_up", "give_up") and (state, step) not in CHANGES:
+        with pytest.raises(AssertionError):
+            asyncio.run(after(state, step))
+        return
+    assert asyncio.run(after(state, step)).state is CHANGES.get((state, step), state)
+
+
+def test_the_table_holds_what_the_steps_do_and_no_more() -> None:
+    done = {(before, after) for (before, _), after in CHANGES.items()}
+    assert done == {(before, after) for before, several in NEXT.items() for after in several}
+
+
+@pytest.mark.parametrize("state", State)
+def test_what_is_asked_of_an_engine_ends_with_it(state: State) -> None:
     async def use() -> None:
         one = replica()
         one.state = state
-        one.reason = "no restart is left"
+        one.reason = "given up after 3 restarts"
         asked = asyncio.get_running_loop().create_future()
         one.running.add(asked)
         one.take_out("killed")
         assert asked.cancelled()
-        assert (one.version, one.up) == (NO_VERSION, False)
-        assert one.given_up == (state is State.given_up)
-        assert (one.reason == "killed") == (not one.given_up)
+        assert one.version == NO_VERSION
+        assert (one.reason == "killed") == (state is not State.given_up)
 
     asyncio.run(use())
-
-
-def test_an_engine_takes_no_prompts_before_it_holds_weights_or_during_an_update() -> None:
-    one = replica(ready=False)
-    states = []
-    for step in (one.begin_update, one.come_up, one.begin_update, one.end_update):
-        step()
-        states.append(one.state)
-    assert states == [State.down, *[State.behind] * 3]
-    one.hold(4)
-    assert (one.state, one.version) == (State.ready, 4)
-    one.begin_update()
-    one.hold(5)
-    assert (one.state, one.version) == (State.updating, 5)
-    one.end_update()
-    assert one.state is State.ready
