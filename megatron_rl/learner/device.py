@@ -11,12 +11,11 @@ SETTINGS = "expandable_segments:True"
 
 
 def keep_returnable(sleep: Sleep, transport: Transport) -> None:
-    """Let torch return memory where an engine takes its share back at every sync; to be called
-    before any allocation.
+    """Let torch return memory when an engine wakes up for a sync; call it before any allocation.
 
-    Packs differ in length, so that plain segments stay half used, and those cannot be returned. Not
-    told to the engine's process, which keeps what sleeps in a pool; not under `ipc`, which shares
-    plain segments; not against the environment.
+    Packs differ in length, so that plain segments stay half used and cannot be returned. The
+    engine's process is left alone: it keeps sleeping memory in a pool. Not applied with `ipc`,
+    which shares plain segments, nor against the user's environment.
     """
     if (
         sleep == Sleep.none

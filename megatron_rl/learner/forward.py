@@ -43,9 +43,7 @@ MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compu
 
 @dataclass(frozen=True)
 class Work:
-    """A pass over some rows of a batch: which each replica has, and this one's packs, on its
-    device.
-    """
+    """A pass over some rows of a batch: the rows of each replica, and this one's packs."""
 
     rows: list[list[int]]
     packs: list[Pack]
@@ -96,9 +94,7 @@ class ForwardPasses(Policy):
 
     @property
     def mirrors_engine(self) -> bool:
-        """Whether the learner's layers round where the engine's BF16 layers do, or can be made
-        to.
-        """
+        """True if the learner's layers round, or can round, where the engine's BF16 layers do."""
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
         known = Format.fp8 not in self._formats or not has_fp8()
         return plain and known and self._engine_tp in (1, self.layout.tp)
@@ -133,9 +129,7 @@ class ForwardPasses(Policy):
     # on every rank; of a batch that is shared, on the driver, and nothing on the others
 
     def logprobs(self, batch: Batch | Shared) -> Tensor:
-        """Logprob of every response token. What the sampler has to know of the activations is
-        measured.
-        """
+        """Logprob of every response token; measures the activations for the sampler's scales."""
         with self._activations.looking(True):
             return self._logprobs(batch)
 
@@ -167,9 +161,7 @@ class ForwardPasses(Policy):
             return self.logprobs_unseen(batch)
 
     def logprobs_rounded_again(self, batch: Batch) -> Tensor:
-        """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it
-        stays.
-        """
+        """Logprobs with one more rounding on every weight, which is undone after (weights.py)."""
         return self._logprobs_with(rounded_again(self.named_parameters()), batch)
 
     def keep_reference(self) -> None:
@@ -181,9 +173,7 @@ class ForwardPasses(Policy):
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
     def reference_logprobs(self, batch: Batch | Shared) -> Tensor:
-        """The reference policy's logprobs: its weights take the policy's place for one forward
-        pass.
-        """
+        """The reference policy's logprobs: its weights replace the policy's for a forward pass."""
         if self.shape.lora is not None:
             return self._logprobs_with(adapters_off(self.modules), batch)
         parameters = [parameter for _, parameter in self.named_parameters()]
@@ -250,9 +240,7 @@ class ForwardPasses(Policy):
         return self._activations.take()
 
     def take_cache_amax(self) -> Tensor:
-        """Largest key and value of each layer that this rank saw since the last call: [layer,
-        2].
-        """
+        """Largest key and value of each layer on this rank since the last call: [layer, 2]."""
         return self._cache.take()
 
     def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
@@ -273,9 +261,9 @@ class ForwardPasses(Policy):
         }
 
     def take_replayed(self) -> dict[str, float]:
-        """Of the tokens that passed since the last call: how many went where the sampler had sent
-        them, and how many of those the routers would have sent elsewhere, by layer and in all.
-        Nothing without replay, or experts.
+        """Shares of tokens replayed since the last call, and of those that the routers flip.
+
+        By layer and in total. Empty without replay or experts.
         """
         if self._replay is None or not self._replay.replays:
             return {}
@@ -331,9 +319,7 @@ class ForwardPasses(Policy):
         loss_function: Callable[..., Any],
         forward_only: bool = False,
     ) -> list[Any]:
-        """megatron-core's schedule over the packs; the results of `loss_function`, on the last
-        stage.
-        """
+        """megatron-core's schedule over the packs; results of `loss_function` on the last stage."""
         if self._as_sampler is not None:
             self._as_sampler.use(self._quantizes)
         if self.learner.precision is Precision.bf16:

@@ -52,9 +52,7 @@ class About:
 
 
 class Learner(ForwardPasses):
-    """One rank's part of the policy, its optimizer, and the methods that all ranks call
-    together.
-    """
+    """A rank's part of the policy, its optimizer, and the methods that all ranks call together."""
 
     def __init__(
         self,
@@ -81,9 +79,7 @@ class Learner(ForwardPasses):
     def update(
         self, targets: Targets | SharedTargets, rows: Tensor | None = None
     ) -> dict[str, float]:
-        """One optimizer step on the global minibatch, or on these rows of it; the same metrics on
-        every rank.
-        """
+        """Run one optimizer step on the minibatch, or on these rows; same metrics on all ranks."""
         about = self._about(targets, torch.arange(len(targets.batch)) if rows is None else rows)
         # no term of the loss looks at any token: weights, momentum and schedule stay as they are
         if not about.rows:
@@ -119,9 +115,7 @@ class Learner(ForwardPasses):
             return self._step(about, targets, over_trained(self.ranks.add_up(mine)))
 
     def _about(self, targets: Targets | SharedTargets, rows: Tensor) -> About:
-        """What every rank has to know of a minibatch; the driver's word where it alone has the
-        rows.
-        """
+        """Facts of a minibatch for every rank, broadcast where the driver alone has the rows."""
         if isinstance(targets, Targets):
             return self._counted(targets, rows)
         if targets.whole is None:

@@ -1,10 +1,8 @@
-"""Non-finite loss or gradient norm: skips the update (dumps it if asked), or dumps it and ends the
-run; reads dumps.
+"""Non-finite loss or gradient norm: skips the update, or dumps it and ends the run; reads dumps.
 
 dumps/nonfinite_12/          after 12 optimizer steps
-  minibatch_1.safetensors    of the first update in a row that was left out; its metrics are
-                             metadata
-  policy/                    the weights that all of them met: a torch_dist checkpoint
+  minibatch_1.safetensors    of the first skipped update in a row; its metrics are metadata
+  policy/                    the weights before all of them: a torch_dist checkpoint
   config.yaml                the run's
 
 `megatron-rl rerun-step DUMP` repeats one (rerun.py).
@@ -45,9 +43,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """Skips an update whose loss or gradient norm is no number, or ends the run; on all ranks
-    alike.
-    """
+    """Skips an update with a non-finite loss or gradient norm, or ends the run; on all ranks."""
 
     def __init__(
         self,

@@ -66,9 +66,7 @@ class OptimizerOffload:
         self.away = False
 
     def _held(self) -> Iterator[Held]:
-        """What is the optimizer's alone: in FP32 its masters are the weights themselves, which
-        stay.
-        """
+        """Tensors of the optimizer alone; in FP32 its masters are the weights, which stay."""
         weights = {
             parameter.untyped_storage().data_ptr()
             for chunk in self._chunks

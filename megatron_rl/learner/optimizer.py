@@ -70,9 +70,7 @@ def clip(optimizer: Any, norm: float, limit: float) -> None:
 
 
 def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the
-    decay.
-    """
+    """Learning rate of optimizer step `step` (from 0): linear warmup, then decay."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.decay == Decay.constant:

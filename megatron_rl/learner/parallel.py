@@ -1,5 +1,5 @@
-"""One process of the learner: joins torch's and megatron-core's groups, checks its place in the
-layout, sums over ranks and broadcasts the driver's tensors and JSON.
+"""Process of the learner: joins torch's and megatron-core's groups, checks its place in the layout,
+sums over ranks and broadcasts the driver's tensors and JSON.
 """
 
 import ipaddress
@@ -39,9 +39,7 @@ class LearnerRank:
     def __init__(
         self, learner: LearnerSection, layout: Layout, seed: int, collective_s: float
     ) -> None:
-        """`collective_s`: how long a rank waits for the others in a collective; a dead one is
-        noticed before.
-        """
+        """`collective_s`: timeout of a collective; a dead rank is noticed earlier."""
         self.limit = timedelta(seconds=collective_s)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -61,9 +61,7 @@ class Sections:
 
 
 class Policy:
-    """A rank's modules, its optimizer, and its place; every rank makes one and calls the same
-    methods.
-    """
+    """A rank's modules, optimizer and place; every rank makes one and calls the same methods."""
 
     def __init__(self, model: Model, sections: Sections) -> None:
         host.require(sections.run.device)
@@ -126,9 +124,7 @@ class Policy:
         )
 
     def _chunk(self, chunk: int) -> PolicyModel:
-        """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved
-        one.
-        """
+        """This rank's part of the pipeline: its stage, or a chunk of an interleaved one."""
         return build(
             self.model,
             self.megatron_config,
@@ -162,9 +158,7 @@ class Policy:
     # weights
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's shards, under names whose layer and expert numbers count over the whole
-        model.
-        """
+        """This rank's shards; layer and expert numbers in names count over the whole model."""
         experts = self.shape.experts
         if experts:
             first_expert = self.layout.local_experts(experts, self.place.ep).start
@@ -232,9 +226,7 @@ class Policy:
         return self.ranks.broadcast(value)
 
     def make_room(self) -> None:
-        """Return memory on every rank, before an engine that slept takes its own on these devices
-        back.
-        """
+        """Return memory on every rank before a sleeping engine wakes up on these devices."""
         if self.offload is not None:
             self.offload.leave()
         if self.device.type != "cpu" and self._engine_sleeps:
@@ -248,7 +240,5 @@ class Policy:
 def _finalize(
     model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any
 ) -> None:
-    """megatron-core's reductions over gradients, without its division by a token count: losses come
-    divided.
-    """
+    """Reduce gradients as megatron-core does, without dividing by tokens: losses come divided."""
     finalize_model_grads(list(model), None, **groups)

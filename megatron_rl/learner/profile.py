@@ -90,7 +90,7 @@ class Profiler:
 
 @contextmanager
 def dump_on_oom(folder: Path, rank: int) -> Iterator[None]:
-    """Where a GPU runs out of memory, write a list of what lies in it, and name it in the error."""
+    """When a GPU runs out of memory, list its tensors in a file, and name that in the error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -105,9 +105,7 @@ def dump_on_oom(folder: Path, rank: int) -> Iterator[None]:
 
 
 def _largest() -> Iterator[str]:
-    """Tensors that Python knows, alike ones together. What autograd alone keeps is not among
-    them.
-    """
+    """Tensors that Python knows, grouped by kind. Those that autograd alone keeps are missing."""
     held: dict[int, tuple[int, torch.Tensor]] = {}
     for one in gc.get_objects():
         # others wrap such, or are a compiler's

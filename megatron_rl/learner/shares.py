@@ -1,10 +1,9 @@
-"""Data plane of the learner: hands each replica its rows of the driver's batch, and brings results
-of passes back.
+"""Data plane of the learner: sends each replica its rows of the driver's batch, collects results.
 
 Rows go from the driver to a replica's first rank and on to the ranks that share the model with it,
-in pieces of bounded size; what a pass finds out about their tokens comes back the same way. Every
-rank knows all lengths, so that nobody has to ask for anything. Where each rank holds the whole
-batch, as in a probe of the sync, nothing moves.
+in pieces of bounded size; results of their tokens come back the same way. Every rank knows all
+lengths, so that no rank has to request anything. Where each rank holds the whole batch, as in a
+probe of the sync, nothing moves.
 
 B rows of the batch, T response positions, N response tokens, P tokens of all rows.
 """
@@ -35,7 +34,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]  # of a column: dtype, shape of one e
 
 @dataclass
 class _Held:
-    """What has been handed out of a batch for the last pass."""
+    """Rows of a batch that were sent out for the last pass."""
 
     rows: list[list[int]]  # to each replica
     mine: Sequences | None = None  # in this rank's memory; the driver has them all
@@ -43,9 +42,7 @@ class _Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Lengths):
-    """A batch as one rank sees it: lengths and groups of all rows, the rows themselves on the
-    driver alone.
-    """
+    """A batch on one rank: lengths and groups of all rows; the rows on the driver alone."""
 
     whole: Batch | None  # None on the other ranks
     groups_B: Tensor
@@ -54,7 +51,7 @@ class Shared(Lengths):
     held: _Held
 
     def sizes(self, name: str) -> list[int]:
-        """How much of a column each row has."""
+        """Entries of a column in each row."""
         told = name.endswith("_K")
         if told:
             sizes_B = self.kept_sizes_B
@@ -86,9 +83,7 @@ class Share:
 
 
 class DataPlane:
-    """One rank's end of the data plane: takes rows from the driver, and brings results of their
-    tokens back.
-    """
+    """A rank's end of the data plane: receives the driver's rows, returns their results."""
 
     def __init__(self, ranks: LearnerRank) -> None:
         self._ranks = ranks
@@ -174,7 +169,7 @@ class DataPlane:
         return Share(held.mine, {row: at for at, row in enumerate(held.rows[self._replica])})
 
     def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:
-        """What a loss reads of the rows that this replica passes."""
+        """Columns that a loss reads, for the rows that this replica passes."""
         mine = sorted(wanted[self._replica])
         got = {}
         batch = targets.batch
@@ -310,7 +305,7 @@ class DataPlane:
 
 
 def loss_columns(targets: Targets) -> dict[str, Tensor | None]:
-    """What a loss looks at, beside the policy's own logprobs."""
+    """Columns that a loss reads, beside the policy's own logprobs."""
     columns = {name: value for name, value in vars(targets).items() if name != "batch"}
     return columns | {name: getattr(targets.batch, name) for name in OF_BATCH}
 

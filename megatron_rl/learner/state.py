@@ -69,9 +69,7 @@ class LearnerState:
         return (block for block in self.blocks() if not block.key.startswith(OPTIMIZER))
 
     def restore(self, reader: Reader, steps: int) -> None:
-        """Load weights and optimizer after `steps` optimizer steps, written by a learner of any
-        layout.
-        """
+        """Load weights and optimizer after `steps` optimizer steps, saved in any layout."""
         learner = self._learner
         optimizers = learner.optimizer.chained_optimizers if steps else ()
         for each in optimizers:
@@ -90,7 +88,7 @@ class LearnerState:
         learner.steps = steps
 
     def _params(self) -> Iterator[tuple[Param, torch.nn.Parameter]]:
-        """What is trained: the model, or its adapters alone."""
+        """Trained parameters: the model's, or those of its adapters."""
         for name, parameter in self._learner.named_parameters():
             if parameter.requires_grad:
                 yield find(name, self._learner.shape), parameter
@@ -112,9 +110,7 @@ class LearnerState:
         self._learner.left_out_in_a_row = int(text.get("nonfinite", 0))
 
     def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
-        """Take over what any rank of another layout has seen. Their random states mean nothing
-        here.
-        """
+        """Take over the maxima of ranks of another layout, without their random states."""
         self._measure(
             {
                 name: torch.stack([rank[name] for rank in ranks]).amax(0)
@@ -128,9 +124,7 @@ class LearnerState:
 
 
 def _writes(learner: Policy, param: Param) -> bool:
-    """Whether this rank is the first of those that hold the same shard in a tensor-parallel
-    group.
-    """
+    """True if this rank is the first of those in a TP group that hold the same shard."""
     if param.row.copy:
         return False
     _, place = param.tensor_parallel(learner.layout, learner.place)
@@ -138,9 +132,7 @@ def _writes(learner: Policy, param: Param) -> bool:
 
 
 def _fill(learner: Policy, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
-    """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the
-    embeddings.
-    """
+    """Fill a shard, or its optimizer state; a copy of tied embeddings from the embeddings."""
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
     for region in shard_regions(stored, learner.layout, learner.place):
@@ -165,9 +157,7 @@ def _optimizer_runs(
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """Set the step counts, which torch's Adam has for each parameter, Transformer Engine's for each
-    group.
-    """
+    """Set the step counts: one per parameter in torch's Adam, one per group in TE's."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = (

@@ -31,8 +31,7 @@ def load(
 
 
 def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
-    """`get_hf` over a random model: each tensor depends on the seed and its own name, on nothing
-    else.
+    """`get_hf` over a random model: each tensor depends on the seed and its own name alone.
 
     Linear layers start normal with config.json's initializer_range, those that write into the
     residual stream narrower with depth; norms start at one and biases at zero.
@@ -58,9 +57,7 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
 def with_new_adapters(
     get_hf: Callable[[str], Tensor], model: Model, seed: int
 ) -> Callable[[str], Tensor]:
-    """`get_hf`, and adapters as PEFT begins them: A uniform, by the seed and its own name, B
-    zero.
-    """
+    """`get_hf` plus adapters as PEFT initializes them: A uniform, by seed and name; B zero."""
     pairs = [pair for param in params(model.shape) if (pair := adapters(param, model.shape))]
     sizes = {name: size for pair in pairs for one in pair for name, size in one.sizes.items()}
 
@@ -95,11 +92,11 @@ def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Round every weight once more for a while, so that its effect on logprobs can be told.
+    """Round every weight once more inside the context, to measure the effect on logprobs.
 
     So many weights move by one unit in the last place of BF16 that the mean square is that of a
-    rounding. A last bit that is turned over twice is what it was: nothing is copied. What several
-    ranks hold alike stays alike.
+    rounding. A last bit that is turned over twice is what it was: nothing is copied. Equal shards
+    of several ranks stay equal.
     """
     turned: list[tuple[str, Tensor]] = []
     try:

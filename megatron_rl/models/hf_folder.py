@@ -1,8 +1,7 @@
-"""Reader and writer of Hugging Face model folders: safetensors, one tensor in memory at a time;
-copies of the rest.
+"""Reader and writer of Hugging Face model folders, one tensor in memory at a time.
 
 The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in
-any order.
+any order. Other files are copied.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ class HfFolder:
         return self._open[file].get_tensor(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of its own, gone with its last reference: for those who go through a whole
-        model.
-        """
+        """Read a tensor into its own memory, which is freed with its last reference."""
         return read_stored(name, self._place(name))
 
     def spec(self, name: str) -> TensorSpec:
@@ -109,7 +106,7 @@ def spec_of(name: str, stored: Stored) -> TensorSpec:
 
 
 class SafetensorsWriter:
-    """One safetensors file, written in any order; it takes its name when it is complete."""
+    """A safetensors file written in any order; it gets its name when it is complete."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         """`header`: of `make_header`, or an existing file's own, to be reproduced exactly."""
@@ -180,9 +177,7 @@ def make_header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy everything but weights and their index (config, tokenizer, generation defaults); returns
-    the names.
-    """
+    """Copy all but weights and their index (config, tokenizer, generation defaults)."""
     target.mkdir(parents=True, exist_ok=True)
     names = companions(source)
     for name in names:
@@ -213,9 +208,7 @@ def write_folder(
 def packed(
     specs: Iterable[TensorSpec], max_file_bytes: int = FILE_BYTES
 ) -> dict[str, list[TensorSpec]]:
-    """Files of at most that size, in the order of the tensors, by the names that such files
-    have.
-    """
+    """Split tensors, in their order, into files of at most that size; return them by file name."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -233,7 +226,7 @@ def packed(
 
 
 def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any] | None:
-    """What the index of several files says; one needs none."""
+    """Index of several safetensors files; None for a single one."""
     if len(files) == 1:
         return None
     return {

@@ -1,8 +1,8 @@
 """Layout of a learner's ranks (TP, CP, PP, EP, DP): each rank's place, layers and experts.
 Torch-free, pure integers.
 
-The rules are those of megatron-core, restated so that nobody needs a process group;
-`learner/parallel.py` compares the two at the start of every run.
+The rules are those of megatron-core, restated to work without process groups; `learner/parallel.py`
+compares the two at the start of every run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.config.schema import LearnerSection
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinates in the parallel layout."""
+    """Coordinates of a rank in the parallel layout."""
 
     tp: int = 0
     pp: int = 0
@@ -100,7 +100,7 @@ class Layout:
         return range(start, start + per_chunk[pp])
 
     def own_layers(self, layers: int, pp: int) -> list[int]:
-        """The same of all chunks of a stage, in their order."""
+        """Layers of all chunks of a stage, in the order of the chunks."""
         return [layer for chunk in range(self.chunks) for layer in self.layers(layers, pp, chunk)]
 
     def local_experts(self, experts: int, ep: int) -> range:

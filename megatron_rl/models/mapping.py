@@ -1,8 +1,7 @@
-"""Parameters of one model by models/table.py, adapters too: Megatron and Hugging Face names,
-shapes, a rank's slices.
+"""Parameters of a model by models/table.py, adapters too: Megatron and Hugging Face names, slices.
 
-Pure integers. Megatron names here are global: layer and expert numbers count over the whole model
-(`global_name`).
+Pure integers. Megatron names are global here (`global_name`): layer and expert numbers count over
+the whole model.
 """
 
 import difflib
@@ -56,7 +55,7 @@ class HfSlice:
 
 @dataclass(frozen=True)
 class Param:
-    """One megatron parameter of one model, before it is split."""
+    """A megatron parameter of a model, before it is split."""
 
     row: Row
     layer: int | None
@@ -92,7 +91,7 @@ class Param:
         return (_share(sum(shape[0] for shape in self.shapes), size, self.megatron), *first[1:])
 
     def slices(self, shape: ModelShape, layout: Layout, place: Place) -> tuple[HfSlice, ...]:
-        """What the rank at `place` holds of each of this parameter's Hugging Face tensors."""
+        """The parts of this parameter's Hugging Face tensors that the rank at `place` holds."""
         size, rank = self.tensor_parallel(layout, place)
         split = self.row.split
         if split is Split.qkv:
@@ -124,9 +123,7 @@ class Param:
         )
 
     def kinds(self, shape: ModelShape, stored: int) -> tuple[int, ...]:
-        """Lengths, along the split, of what lies one after the other in Hugging Face tensor number
-        `stored`.
-        """
+        """Lengths, along the split, of the parts stacked in Hugging Face tensor number `stored`."""
         split, whole = self.row.split, self.shapes[stored][self.row.split is Split.row]
         if split is Split.qkv and len(self.hf) == 1:
             return (shape.size("q"), shape.size("kv"), shape.size("kv"))
@@ -159,8 +156,7 @@ def _share(total: int, size: int, name: str) -> int:
 
 
 def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]]:
-    """Megatron stacks [queries of the group, key, value] group after group and cuts the stack into
-    equal shares.
+    """Spans of a rank in a stack of [queries of the group, key, value], group after group.
 
     With more ranks than groups a share is a part of one group: it may hold queries only.
     """
@@ -197,13 +193,13 @@ def stored_params(shape: ModelShape) -> Iterator[Param]:
 
 @cache
 def parameters(shape: ModelShape) -> int:
-    """How many numbers the whole model has."""
+    """Count the model's parameters."""
     return sum(prod(size) for param in stored_params(shape) for size in param.shapes)
 
 
 @cache
 def trained(shape: ModelShape) -> int:
-    """How many of them a learner trains: all, or its adapters instead."""
+    """Count the parameters that a learner trains: all, or its adapters instead."""
     if shape.lora is None:
         return parameters(shape)
     return sum(
@@ -267,9 +263,7 @@ def find(name: str, shape: ModelShape) -> Param:
 
 
 def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
-    """A module tree's own name with its stage-local layer and rank-local expert numbers made
-    global.
-    """
+    """Make the stage-local layer and rank-local expert numbers of a module's name global."""
 
     def raised(by: int) -> Callable[[re.Match[str]], str]:
         return lambda m: f"{m[1]}{int(m[2]) + by}"
@@ -279,8 +273,7 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
 
 
 def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
-    """A and B of a weight, stored for each of its tensors in Hugging Face; nothing where there are
-    none.
+    """A and B of a weight, stored for each of its Hugging Face tensors; empty if there are none.
 
     B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one
     after the other.

@@ -1,6 +1,4 @@
-"""Facts of a model before any weight is read: its sizes, the learner's layout, config.json itself.
-Torch-free.
-"""
+"""Facts of a model before any weight is read: sizes, learner's layout, config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ LARGEST_CONFIG = 1 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes and layout: made once, from config.json and the recipe's sections, and handed
-    down.
-    """
+    """A model's sizes and layout, made once from config.json and the recipe's sections."""
 
     shape: ModelShape
     layout: Layout

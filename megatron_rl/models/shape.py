@@ -1,6 +1,4 @@
-"""Sizes and features of a model of a supported family, read off config.json and checked; LoRA
-adapters. Torch-free.
-"""
+"""Sizes and features of a supported model, read from config.json and checked; LoRA. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ FAMILIES: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: a weight [N, K] is read as weight + alpha / rank * B A, A [rank, K] and B
-    [N, rank].
+    """Low-rank adapters: a weight [N, K] becomes weight + alpha / rank * B [N, rank] A [rank, K].
 
     The mapping table gives both names and shards (mapping.adapters): B's rows lie as the weight's,
     so do A's columns.
@@ -51,7 +48,7 @@ class Lora:
         return self.alpha / self.rank
 
     def adapts(self, hf: str) -> bool:
-        """Whether the linear layer behind a Hugging Face name is a target."""
+        """True if the linear layer behind a Hugging Face name is a target."""
         return ALL_LINEAR in self.targets or hf.split(".")[-2] in self.targets
 
 
@@ -123,7 +120,7 @@ class ModelShape:
         )
 
     def has(self, feature: str, layer: int | None = None) -> bool:
-        """Whether the model (or this layer of it) has what a row of the mapping table asks for."""
+        """True if the model (or this layer of it) has a feature that a mapping row needs."""
         moe = "moe" in self.features and layer not in self.dense_layers
         if feature in ("moe", "swiglu_experts", "w123_experts"):
             return moe and feature in self.features
@@ -177,7 +174,7 @@ _LARGEST = {
 
 
 def _misfits(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the sizes in a config.json, one by one and together."""
+    """Problems with the sizes in a config.json, one by one and together."""
     given = hf_config.get
     found = [
         f"{key} is {size!r}, expected a whole number from 1 to {largest}"

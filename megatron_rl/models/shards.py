@@ -81,9 +81,7 @@ def assemble(
 def cut(
     param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]
 ) -> list[tuple[HfSlice, torch.Tensor]]:
-    """The inverse for one shard: each Hugging Face tensor's part of it, and where that part
-    lies.
-    """
+    """Cut a shard into its parts of Hugging Face tensors, each with its slice."""
     out = []
     for piece in slices:
         if len(piece.spans) == 1:
@@ -156,9 +154,7 @@ class Region:
 
 
 def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
-    """The blocks that make up the rank's whole shard. Rows that only pad the vocabulary are in
-    none.
-    """
+    """Blocks that make up the rank's whole shard, without the vocabulary's padding rows."""
     local = param.local_shape(layout)
     zeros = (0,) * len(local)
     split = param.row.split
@@ -186,8 +182,7 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
 def run_regions(
     regions: list[Region], local: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, Region]]:
-    """Blocks that make up elements [start, stop) of the flattened shard, each with its place in
-    that run.
+    """Blocks that make up elements [start, stop) of the flattened shard, each with its place there.
 
     The elements of each block lie one after the other in the run.
     """

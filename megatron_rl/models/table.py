@@ -1,9 +1,7 @@
-"""The one table between megatron-core's and Hugging Face's weights: names, shapes and how they are
-split.
+"""Table of megatron-core's and Hugging Face's weights: names, shapes and how they are split.
 
 Live sync, import, export and the tests all read `TABLE`; supporting another family means adding
-rows (and its features to `shape.FAMILIES`). {L} is a layer, {E} an expert, counted over the whole
-model.
+rows (and its features to `shape.FAMILIES`). {L} is a layer, {E} an expert of the whole model.
 """
 
 from dataclasses import dataclass
@@ -29,9 +27,7 @@ class Norm(IntEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of weight. {L} is a layer, {E} an expert; dims are names that ModelShape.size
-    knows.
-    """
+    """A kind of weight. {L} is a layer, {E} an expert; dims are names known to ModelShape.size."""
 
     megatron: tuple[str, ...]  # the local spec's name first, then Transformer Engine's aliases
     hf: tuple[str, ...]

@@ -58,9 +58,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def write_tensors(
     tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file as readable as its neighbours; the library makes it for its owner
-    alone.
-    """
+    """Write a safetensors file with the usual permissions; the library makes it owner-only."""
     from safetensors.torch import save_file
 
     path.touch()

@@ -23,9 +23,7 @@ ROUND = 64  # rows of the embedding come in such steps, as in published models
 
 
 def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = None) -> str:
-    """Writes `model/` without weights and says what it is. `like`: config.json of the family that
-    it is to be of.
-    """
+    """Write `model/` without weights and describe it. `like`: config.json of its family."""
     model = folder / "model"
     if model.exists():
         raise ConfigError(
@@ -74,7 +72,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _of_the_tokenizer(model: Path) -> dict[str, Any]:
-    """What config.json says of the tokens."""
+    """Fields of config.json that follow from the tokenizer."""
     from tokenizers import Tokenizer
 
     stops = FolderTokenizer(model).stop_token_ids

@@ -1,9 +1,7 @@
 """Headers of a folder's safetensors files: which hold its weights, where each tensor lies, how they
-misfit config.json; other files that a copy of the folder takes; and whether it is a torch_dist
-checkpoint instead.
+misfit config.json; other files that a copy of the folder takes; torch_dist checkpoints.
 
-A folder may come from anywhere: names stay inside of it, headers are small, before anything is
-believed. Torch-free.
+A folder may come from anywhere: names must stay inside of it, headers be small. Torch-free.
 """
 
 import json
@@ -38,7 +36,7 @@ _COMPARED = 1 << 20  # bytes at the start, in the middle and at the end
 
 @dataclass(frozen=True)
 class Entry:
-    """What a header says of a tensor; its place counts from the end of the header."""
+    """A tensor's entry in a header; its place counts from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor's place in a safetensors file: dtype, shape and byte range."""
+    """A tensor's place in a safetensors file: dtype, shape and byte range."""
 
     file: Path
     dtype: str  # as safetensors calls it
@@ -63,7 +61,7 @@ class Stored:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a torch_dist checkpoint is there whose writing was finished."""
+    """True if the folder holds a complete torch_dist checkpoint."""
     return all((folder / name).is_file() for name in (BACKEND_FILE, INDEX_FILE))
 
 
@@ -92,9 +90,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def companions(folder: Path) -> list[str]:
-    """Names of all files of a model's folder but weights and their index; ValueError where one is
-    elsewhere.
-    """
+    """Files of a model's folder but weights and their index; ValueError if one lies elsewhere."""
     names = [
         entry.name
         for entry in sorted(folder.iterdir())
@@ -107,9 +103,7 @@ def companions(folder: Path) -> list[str]:
 
 
 def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
-    """Raise where a file is a link out of the folder, or of the hub's cache around it: a copy would
-    hold it.
-    """
+    """Raise if a file is a link out of the folder, or of the hub's cache around it."""
     here = folder.resolve()
     if here.parent.name == "snapshots":
         roots = [here, here.parents[1] / "blobs"]
@@ -164,9 +158,7 @@ def placed(raw: bytes, path: Path) -> dict[str, Stored]:
 
 
 def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:
-    """What the header of the file `path` says of each tensor, whose bytes follow on each other
-    without a gap.
-    """
+    """Entries of the header of file `path` by tensor, whose bytes must follow each other."""
     try:
         found = json.loads(raw)
         entries = {
@@ -197,9 +189,7 @@ def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
 
 
 def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """How the folder's weights differ from those that config.json promises, as far as their headers
-    say.
-    """
+    """Differences between the headers of a folder's weights and config.json."""
     try:
         held: dict[str, Stored] = {}
         for file in weight_files(folder):
@@ -244,9 +234,7 @@ def _unknown(
 
 
 def _alike(one: Stored, other: Stored) -> bool:
-    """Whether two tensors are one, by three pieces of each: those that were trained apart differ in
-    all of them.
-    """
+    """True if three pieces of two tensors are equal; tensors trained apart differ in them."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     places = (0, max(0, one.nbytes // 2), max(0, one.nbytes - _COMPARED))

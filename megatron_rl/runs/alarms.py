@@ -112,9 +112,7 @@ def share(part: str, whole: str) -> Value:
 
 
 def not_finite(line: Line, past: Past) -> float | None:
-    """The larger of two shares: of tokens without a finite logprob, and of updates that were
-    skipped.
-    """
+    """The larger share: of tokens without a finite logprob, or of skipped updates."""
     shares = []
     sides = [f"rollout_corr/non_finite_{side}" for side in ("sampler", "learner")]
     if line.get("rollout/tokens") and any(side in line for side in sides):
@@ -300,7 +298,7 @@ class _Watch:
     in_a_row: int = 0
 
     def after(self, value: float) -> bool:
-        """Whether this value raises or clears the alarm. NaN is beyond every bound."""
+        """True if this value raises or clears the alarm. NaN is beyond every bound."""
         limit = self.bound
         if self.standing:
             limit = clear_at(self.bound, self.rule.below)

@@ -1,5 +1,4 @@
-"""Cause of a failed attempt: the exception, the signal or the hang that ended it, and the setting
-to change.
+"""Cause of a failed attempt: its exception, signal or hang, and the setting to change.
 
 An exception of this project carries its advice as `hint`, and as `process` the one that failed,
 where that is another. For others a table by type has the advice. A rank that fails writes its cause
@@ -136,9 +135,7 @@ def _by_type(error: BaseException) -> str:
 
 
 def of_exit(code: int, process: str, log: str, out_of_memory: bool = False) -> Cause:
-    """The cause of a process that left no word. `out_of_memory`: the kernel has counted one that it
-    ended.
-    """
+    """Cause of a process that wrote none. `out_of_memory`: the kernel counted an OOM kill."""
     if code >= 0:
         return Cause(f"exit status {code}", process, log=log)
     advice = BY_SIGNAL.get(-code, CRASH)
@@ -156,7 +153,7 @@ def write_end(logs: Path, rank: int, error: BaseException) -> None:
 
 
 def read_end(logs: Path, rank: int, code: int, out_of_memory: bool) -> tuple[str, Cause]:
-    """Why a rank has ended: by its last words, else by its exit status."""
+    """Read why a rank has ended: its recorded cause, else its exit status."""
     log = logs / f"rank_{rank}.log"
     if code > 0:
         with suppress(OSError, ValueError):

@@ -169,9 +169,7 @@ def number(value: float, form: str) -> str:
 
 
 def staleness(name: str, metrics: Mapping[str, float]) -> str:
-    """Words beside the mismatch of answers that are older than the policy: it is not the engines'
-    numerics.
-    """
+    """Note beside the mismatch of stale responses, which is not the engines' numerics."""
     updates = metrics.get("rollout/staleness_mean", 0.0)
     if name == MISMATCH and updates > 0:
         return f" (staleness: {updates:.2g} updates)"
@@ -179,9 +177,7 @@ def staleness(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """The last values as bars between their own minimum and maximum; a gap where a value is not
-    finite.
-    """
+    """The last values as bars between their minimum and maximum; a gap where not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low = min(finite, default=0.0)
     span = max(finite, default=0.0) - low

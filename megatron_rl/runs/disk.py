@@ -1,6 +1,4 @@
-"""Writer of a run's lines and rollouts, which survives a full disk: lines wait, rollouts are left
-out.
-"""
+"""Writer of a run's lines and rollouts; on a full disk lines wait and rollouts are skipped."""
 
 from __future__ import annotations
 
@@ -21,15 +19,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordLost(RuntimeError):
-    """The run's directory is gone or cannot be written, but not for lack of room."""
+    """The run's directory was removed or cannot be written, but not for lack of room."""
 
     hint = "Leave it in place while the run goes on, or choose another run.root."
 
 
 class LineFile:
-    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the
-    next one.
-    """
+    """A file of whole lines: on a full disk a line waits and is written before the next one."""
 
     def __init__(self, path: Path) -> None:
         # a killed run may have left half a line

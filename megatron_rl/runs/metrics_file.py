@@ -31,9 +31,7 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value per name from the parts of a step. A part may lack a name; an unknown name is
-    averaged.
-    """
+    """Combine the parts of a step by each name's reducer; an unknown name is averaged."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -43,7 +41,7 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def encode_line(metrics: Mapping[str, float]) -> str:
-    """NaN and infinities become null, and "non_finite" says which was which."""
+    """Encode a line: NaN and infinities become null, listed under "non_finite"."""
     odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
     line: dict[str, Any] = {name: None if name in odd else value for name, value in metrics.items()}
     if odd:
@@ -58,9 +56,7 @@ def decode_line(text: str) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are
-    skipped.
-    """
+    """Read one line per step, the latest of a repeated step. Incomplete lines are skipped."""
     return read_lines(path)[0]
 
 
@@ -79,7 +75,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """The numbers of a line; none where it is torn, or does not say its step."""
+    """Numbers of a line; empty if it is incomplete or has no step."""
     try:
         line = {
             name: value for name, value in decode_line(text).items() if type(value) in (int, float)
@@ -208,7 +204,7 @@ def numbers(run: Curves) -> dict[str, float]:
 
 
 def numbers_of_file(path: Path) -> dict[str, float]:
-    """The numbers of a metrics.jsonl; none where the file is gone."""
+    """Numbers of a metrics.jsonl; empty if the file is missing."""
     if path.is_file():
         return numbers(Curves(tuple(read_metrics(path))))
     return {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) -> str | None:
-    """Why the run may end before its last step: an evaluation is as good as run.stop asks for."""
+    """Reason to end the run early: an evaluation has reached run.stop."""
     for metric, least in (stop or {}).items():
         if metric in evaluated and evaluated[metric] >= least:
             return f"{metric} reached {evaluated[metric]:.3f}, run.stop is {least:g}"
@@ -55,9 +55,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of
-    it.
-    """
+    """State after `step`: a run begins with it, or resumes with a checkpoint's part of it."""
 
     step: int = 0
     seen: Seen = Seen()
@@ -89,9 +87,7 @@ class Progress:
 
 
 class SaveSchedule:
-    """When a checkpoint is due, and which one is the best so far: rank 0's, because the clock
-    decides, too.
-    """
+    """Schedule of checkpoints, and the best one so far; on rank 0, since the clock decides too."""
 
     def __init__(self, section: CheckpointSection, resumed: Checkpoint | None) -> None:
         self._section = section

@@ -41,7 +41,7 @@ BEAT_S = 15.0  # between signs of life in status.json, where a phase of the loop
 
 
 class SilentRecorder:
-    """What the loop asks of a recorder, for ranks that have nothing to write."""
+    """Recorder of ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return heartbeat.phase(name)
@@ -125,9 +125,7 @@ class Recorder:
             self._display.phase(self.clock.leave())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log one line of metrics: those of the caller, the split of the time since the last line,
-        progress.
-        """
+        """Log a line of metrics: the caller's, the time since the last line by phase, progress."""
         line = {name: _number(value) for name, value in metrics.items()}
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
@@ -156,15 +154,11 @@ class Recorder:
         return line
 
     def skip(self) -> None:
-        """Drops the time since the last line, which belongs to no step: engines were started
-        again.
-        """
+        """Drop the time since the last line, which belongs to no step: engines were restarted."""
         self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Records prompts by their number in the run's order: those drawn, from and to; those
-        trained on.
-        """
+        """Record prompts by their number in the run's order: the range drawn, and those trained."""
         self._disk.write_line(
             self.run.ledger, json.dumps({"step": step, "drawn": drawn, "trained": list(trained)})
         )
@@ -188,7 +182,7 @@ class Recorder:
             self._wandb.samples(step, shown)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
-        """Note that the loop leaves after this step: it was `asked` to, or run.stop is reached."""
+        """Note that the loop ends after this step: a stop was `asked`, or run.stop is reached."""
         step = self._last_step
         steps = self._n_steps
         state, how = ("stopped", "stopped") if asked and step != steps else ("finished", "ended")
@@ -196,9 +190,7 @@ class Recorder:
         self.note(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "", cause: Cause | None = None) -> None:
-        """Record how the run ended, in status.json first: if anything fails after that, the state
-        is known.
-        """
+        """Record how the run ended, status.json first, in case a later write fails."""
         if self._closed:
             return
         self._closed = True

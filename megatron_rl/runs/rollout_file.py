@@ -1,8 +1,7 @@
-"""rollouts/step_N.parquet, written and read: a step's rollouts, a row each, with the sampler's and
-learner's logprobs.
+"""Reader and writer of rollouts/step_N.parquet: a step's rollouts, a row each, with both logprobs.
 
-Columns that a step does not have are null. Shape suffixes: B sequences, T response positions
-(right-padded).
+Columns that a step does not have are null. Shape suffixes: B sequences, T response positions,
+padded on the right.
 """
 
 from __future__ import annotations
@@ -77,9 +76,7 @@ PIECE = 512  # rows that are written at once
 
 
 class Columns(TypedDict, total=False):
-    """Values that the step computed about its rollouts; whatever is left out is null in the
-    file.
-    """
+    """Values that the step computed about its rollouts; a missing one is null in the file."""
 
     prox_logprobs_BT: torch.Tensor | None
     weights_BT: torch.Tensor | None
@@ -162,7 +159,7 @@ def read_rollouts(path: Path) -> pa.Table:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step's batch, as it was before any correction."""
+    """A step's batch before any correction."""
 
     scored: list[Scored]
     batch: Batch
@@ -202,9 +199,7 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
 
 
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
-    """The answer that `write_rollouts` was given; of the data set's row, the file holds the truth
-    alone.
-    """
+    """The response given to `write_rollouts`; of the data set's row the truth alone is recorded."""
     rollout = Rollout(
         prompt=Prompt(
             row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}

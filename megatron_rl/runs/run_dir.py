@@ -46,9 +46,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths in a run's directory; also there: owner.lock, logs/, and with log.wandb, wandb.id and
-    wandb/.
-    """
+    """Paths in a run's directory; also owner.lock, logs/, and with log.wandb wandb.id, wandb/."""
 
     path: Path
     # of whoever has claimed it
@@ -94,9 +92,7 @@ class RunDir:
 
 
 def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> str:
-    """Raises where `open_run` would; says what that makes of an old directory. Touches nothing: for
-    early checks.
-    """
+    """Raise where `open_run` would, else describe its effect on an old directory. Read-only."""
     try:
         above = next((folder for folder in path.parents if folder.exists()), path)
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
@@ -129,11 +125,9 @@ def _makes_of(path: Path, if_exists: IfExists) -> str:
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
-    """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old
-    one ("": none).
+    """Claim a directory for a new or resumed run; return it and a line about an old one, or "".
 
-    The status stays "starting" until a Recorder takes over: a launcher claims it before the driver
-    rank exists.
+    The status stays "starting" until a Recorder takes over: launchers claim before rank 0 exists.
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
@@ -150,8 +144,9 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
 
 
 def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
-    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about
-    an old one. Whoever moves an old one holds that one's lock: of many, one does.
+    """Lock a new directory, or one to resume in; return its checkpoint and a line about an old one.
+
+    An old one is moved under its own lock, so that of several starts a single one moves it.
     """
     moved = ""
     while True:
@@ -230,9 +225,7 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
 
 
 def claimed_for_this_process(path: Path) -> bool:
-    """Whether a launcher, or this process itself, has opened the run that is still to be
-    recorded.
-    """
+    """True if a launcher, or this process, has opened the run that is still to be recorded."""
     status = read_status(path)
     launcher = os.environ.get(LAUNCHER)
     return status.get("state") == "starting" and str(status.get("pid", launcher)) in (
@@ -263,8 +256,9 @@ def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> 
 
 
 def _owner(path: Path, status: Mapping[str, Any]) -> str:
-    """Who holds the lock; the status may still be that of the attempt before, or have been copied
-    with the folder.
+    """Name the process that holds the lock.
+
+    The status may be that of the attempt before, or have been copied with the folder.
     """
     said = status.get("pid"), status.get("host")
     pid, host = (holder(path) if held(path) else None) or said
@@ -294,9 +288,7 @@ def _used(path: Path) -> bool:
 
 
 def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
-    """Whether nothing of a run is worth more than its logs, so that it makes room for the next
-    start of its name.
-    """
+    """True if a run has nothing but logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(
         line["progress/step"] >= 1 for line in read_metrics(run.metrics)

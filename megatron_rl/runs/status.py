@@ -1,16 +1,18 @@
-"""status.json of a run, written and read (one whose process is gone counts as failed); and the
-content of env.json.
+"""status.json of a run, written and read (failed if its process has terminated); and env.json.
 
-state       starting | running | finished | stopped | failed reason      why it ended as it did
-cause       of an end that nobody wanted: class, process, phase, log, and the setting to change
-(`causes.py`) phase       what it was at when it ended so alarms      those that stand: since which
-step, the value, the bound (`alarms.py`) step, steps the last one that is recorded, of how many pid,
-host   of the process that owns the run started, time, heartbeat
-            its start, its last change of state, its last sign of life
-stuck       the process that it waits for and that does not go on (trouble.py); null where there is
-none stopping    once somebody has asked the run to end: what was said of it, and for how long a
-launcher waits for that attempt     the number of this start; before: how the one before it ended
-restarts    under Slurm: how often the job was started again
+state             starting | running | finished | stopped | failed
+reason            why it ended as it did
+cause             of a failure: class, process, phase, log, and the setting to change (`causes.py`)
+phase             its phase when it failed
+alarms            those raised: since which step, the value, the bound (`alarms.py`)
+step, steps       the last one recorded, of how many
+pid, host         of the process that owns the run
+started, time, heartbeat
+                  its start, its last change of state, its last sign of life
+stuck             the process without progress that it waits for; null if there is none
+stopping          after a request to stop: its text, and how long a launcher waits for that attempt
+attempt           the number of this start; before: how the one before it ended
+restarts          under Slurm: how often the job was started again
 """
 
 import fcntl
@@ -66,9 +68,7 @@ _LOCKED: list[int] = []  # its lock, by which one process writes
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """Lets one at a time read and write: neither launcher nor driver may take back what the other
-    has said.
-    """
+    """Let one process at a time update the status: launcher and driver both write it."""
     with _THREADS, ExitStack() as stack:
         if not _LOCKED:  # else a signal in the middle of it, or `beat`
             # no folder, or a file system without such locks: the last writer is right
@@ -147,9 +147,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed. `locked`: as far
-    as it is known.
-    """
+    """The status; failed if the run's process has terminated. `locked`: as far as it is known."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
     if ended or not _gone(status, held(path) if locked is None else locked):
@@ -163,7 +161,7 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
 
 
 def goes_on(path: Path, locked: bool | None = None) -> bool:
-    """Whether the run goes on, as far as can be seen from here."""
+    """True if the run is still in progress, as far as can be seen from this machine."""
     locked = held(path) if locked is None else locked
     status = known_status(path, locked)
     return locked is True or ("pid" in status and status.get("state") not in ENDED)
@@ -174,9 +172,7 @@ def now() -> str:
 
 
 def _gone(status: dict[str, Any], locked: bool | None) -> bool:
-    """Locks of another machine may not be seen here: what counts there is how long it has been
-    silent.
-    """
+    """True if the run has terminated; on another machine, judged by its heartbeat alone."""
     if locked:
         return False
     if status.get("host") != platform.node():
@@ -188,9 +184,7 @@ def _gone(status: dict[str, Any], locked: bool | None) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """The content of env.json, to reproduce the run: never environment variables, arguments or
-    remote addresses.
-    """
+    """Content of env.json: never environment variables, arguments or remote addresses."""
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

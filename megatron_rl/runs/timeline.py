@@ -1,6 +1,7 @@
-"""Clock of a step: its time by phase, how long its rest will take, rates, and the lines of
-lanes.jsonl (who worked when). There a span is [lane, begin, end] in seconds since 1970; in memory,
-by time.perf_counter.
+"""Clock of a step: time by phase, estimated remaining time, rates, and the lines of lanes.jsonl.
+
+In lanes.jsonl a span of work is [lane, begin, end] in seconds since 1970; in memory, times are
+those of the clock time.perf_counter.
 """
 
 import json

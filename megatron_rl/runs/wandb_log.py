@@ -72,9 +72,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbRun:
-    """One run at W&B. Online where its server answers in time; else written here, for `wandb sync`
-    to send later.
-    """
+    """A run at W&B: online if its server answers in time, else written for a later `wandb sync`."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
@@ -222,9 +220,7 @@ class WandbLog(WandbRun):
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration whose correction has a column for every value: W&B shows sections so, but not
-    lists.
-    """
+    """The configuration with a column per value of the correction: W&B shows no lists."""
     correction = config.get("correction")
     if not isinstance(correction, Mapping):
         return dict(config)

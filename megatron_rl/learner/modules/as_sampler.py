@@ -20,9 +20,7 @@ from megatron_rl.quantization.smoothing import Smoothing
 
 
 class AsSampler:
-    """The learner's layers that can compute as the sampler; a tensor-parallel group calls `use`
-    together.
-    """
+    """The learner's layers that can compute as the sampler; all ranks of a TP group call `use`."""
 
     def __init__(
         self,
@@ -43,9 +41,7 @@ class AsSampler:
         self.stale = True  # weights have changed
 
     def watch(self, module: torch.nn.Module, first_layer: int) -> None:
-        """Find the layers of one chunk of the pipeline; `first_layer` is the number of its first
-        one.
-        """
+        """Find the layers of one pipeline chunk; `first_layer`: number of its first layer."""
         for name, layer in module.named_modules():
             if not isinstance(layer, ColumnLinear | RowLinear) or ".experts." in name:
                 continue

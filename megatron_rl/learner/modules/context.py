@@ -1,12 +1,11 @@
-"""Context parallelism: splits a pack's sequences; joins response tokens' values and, on hosts, keys
-and values.
+"""Context parallelism: splits sequences of a pack, joins values of response tokens.
 
 A sequence is cut into twice as many parts of one length as there are ranks, and rank r has the r-th
 from the start and the r-th from the end: under a causal mask all have as much to do. That is
-Transformer Engine's layout, whose attention hands keys and values around on GPUs; on hosts ours
-gathers them. Positions, tokens and the routers' choices are split alike, a response token is scored
-by the rank that has the position before it, and its numbers are brought together: each rank
-computes the loss of whole rows, of which gradients reach its own tokens alone.
+Transformer Engine's layout, whose attention passes keys and values around on GPUs; on CPUs ours
+gathers them. Positions, tokens and the routers' choices are split alike. A response token is scored
+by the rank that has the position before it, and its numbers are joined: each rank computes the loss
+of whole rows, of which gradients reach its own tokens alone.
 
 S positions of this rank, N response tokens.
 """
@@ -27,7 +26,7 @@ from megatron_rl.learner.modules.packing import Bucket, Pack
 
 
 def split(pack: Pack, rank: int, ranks: int) -> Pack:
-    """What one of so many ranks has of a pack that is laid out for them."""
+    """Return the part of a pack that one of `ranks` ranks holds."""
     spans = pack.starts.diff().long()
     part_S = pack.positions_S * 2 * ranks // torch.repeat_interleave(spans, spans)
     owner_S = torch.minimum(part_S, 2 * ranks - 1 - part_S)
@@ -65,9 +64,7 @@ def whole(x_S: Tensor, pack: Pack) -> Tensor:
 
 
 def everywhere(values_N: Tensor, pack: Pack) -> Tensor:
-    """This rank's values of response tokens with those of the ranks that share the pack, on each of
-    them.
-    """
+    """Join the values of response tokens over the ranks that share the pack, on each of them."""
     if pack.held_N is None:
         return values_N
     return _Joined.apply(values_N, pack)

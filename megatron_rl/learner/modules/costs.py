@@ -1,6 +1,4 @@
-"""Costs of a token to the learner: FLOPs of its forward pass; sizes of the chunks that logits are
-computed in.
-"""
+"""Costs of a token to the learner: FLOPs of its forward pass; chunk sizes of logits."""
 
 from dataclasses import dataclass
 
@@ -56,17 +54,13 @@ def operations(model: Model, length: float) -> Operations:
 
 
 def attention_share(model: Model) -> float:
-    """Attention's cost for each token of a sequence's length, as a share of what the token's
-    matrices cost.
-    """
+    """Attention's cost per token of a sequence's length, relative to the token's matmuls."""
     each = operations(model, 1)
     return each.attention / (each.dense + each.experts + each.head)
 
 
 def chunk_rows(rows: int, columns: int, host: bool) -> int:
-    """How many of these rows of logits are a chunk; on GPUs no chunk is much smaller than the
-    others.
-    """
+    """Rows of logits per chunk; on GPUs no chunk is much smaller than the others."""
     nbytes = FP32 * max(1, columns)
     if host:
         return max(1, HOST_BYTES // nbytes)
@@ -75,11 +69,9 @@ def chunk_rows(rows: int, columns: int, host: bool) -> int:
 
 
 def logit_columns(rows: int, columns: int, width: int, wide: bool) -> int:
-    """How many columns of logits are made at once: all of them where they are held. `width`: bytes
-    of a weight.
+    """Columns of logits to compute at once: all where they are held. `width`: bytes of a weight.
 
-    Of logits wider than the weight there is a rounded gradient too, and on hosts FP32 copies of
-    what is multiplied.
+    Wider logits also need a rounded gradient, and on CPUs FP32 copies of the factors.
     """
     fitting = LOGIT_BYTES // (max(1, rows) * (2 * FP32 if wide else width))
     if fitting >= columns:

@@ -19,9 +19,7 @@ from megatron_rl.learner.modules.linear import widen
 
 
 class HostRouter(TopKRouter):
-    """Logits, and the weights that are made of them in FP32, are rounded to the model's
-    precision.
-    """
+    """Router on CPUs: rounds the logits, and their FP32 weights, to the model's precision."""
 
     def gating(self, input: Tensor) -> Tensor:
         return super().gating(input).to(input.dtype).float()

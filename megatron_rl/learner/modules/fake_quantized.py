@@ -1,12 +1,10 @@
-"""Fake-quantized forward passes of Transformer Engine's linear layers: the logprobs that a right
-engine would give.
+"""Fake-quantized forward passes of Transformer Engine's linear layers: a correct engine's logprobs.
 
 Weights are quantized as a sync quantizes them, inputs per token as vLLM's kernels do. INT8 and FP8
 codes are exact in BF16; their products are summed in FP32, then scaled. Nothing is kept longer than
 a layer's turn: a second copy of all weights has no room beside an optimizer. Without gradients.
 
-M tokens, K input features held here, N output features held here, S slices of the inputs, each an
-engine rank's.
+M tokens, K input features and N output features of this rank, S input slices, one per engine rank.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +34,7 @@ ROWS = 4096  # of tokens, whose outputs are held in FP32 at once
 
 @dataclass(frozen=True)
 class Rounding:
-    """What has to be known of an engine whose rounding is imitated."""
+    """Settings of the engine whose rounding is imitated."""
 
     format: Format
     ignore: tuple[str, ...]
@@ -123,7 +121,7 @@ def _forward(
 
 
 def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
-    """What one weight makes of its tokens."""
+    """Product of the inputs with one weight, both rounded as the engine does."""
     weight_NK = merged_weight(one.layer, name)
     norm = param.row.norm
     if one.smoothing is not None and norm is not None:

@@ -31,7 +31,7 @@ from megatron_rl.learner.modules.packing import Pack
 
 @dataclass(frozen=True)
 class Asked:
-    """What a pass wants to know of each token."""
+    """Values that a pass computes per token, and how."""
 
     share: VocabShare
     temperature: float
@@ -57,8 +57,9 @@ def scores(
     asked: Asked,
     held: bool,
 ) -> Scores:
-    """What is asked of a pack's response tokens. `weight_VH`: in the place of the layer's own;
-    `held`: whole logits.
+    """Scores of a pack's response tokens, as `asked` specifies.
+
+    `weight_VH` replaces the layer's own weight; `held`: all logits are made at once.
     """
     logprobs.check_temperature(asked.temperature)
     own_VH = layer.weight if weight_VH is None else weight_VH
@@ -185,9 +186,7 @@ class _Head(torch.autograd.Function):
 
 
 class _KeptLogits(torch.autograd.Function):
-    """Logits of kept tokens over temperature, -inf where another rank has them; and the highest of
-    each token.
-    """
+    """Logits of kept tokens over temperature, -inf if on another rank; and each token's highest."""
 
     @staticmethod
     def forward(

@@ -32,9 +32,7 @@ _CONSTRUCTORS = (
 
 
 class _Inert:
-    """Stands for a CUDA stream or event, or for work: on the host it is always in order and already
-    done.
-    """
+    """Stands for a CUDA stream or event, or for work: on CPUs it is in order and already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -71,9 +69,7 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
-    """A `tensor.type()` that answers with the CUDA name: the optimizers sort parameters by that
-    name.
-    """
+    """A `tensor.type()` that returns the CUDA name, by which the optimizers sort parameters."""
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
@@ -149,9 +145,7 @@ def _gloo_all_to_all() -> None:
 
 
 def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, but where one rank has all: gloo would copy gradients, then parameters: a sixth of
-    an update.
-    """
+    """`plain`, skipped on a group of one rank, where gloo's copies take a sixth of an update."""
 
     @functools.wraps(plain)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -206,9 +200,7 @@ def install() -> bool:
 
 
 def require(wanted: Device) -> None:
-    """Raises where CUDA is wanted and torch sees none: a learner on the host is another one than
-    the recipe's.
-    """
+    """Raise if the recipe wants CUDA and torch sees none: a learner on CPUs is another learner."""
     if ON_HOST and wanted == Device.cuda:
         raise ConfigError(
             f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host"

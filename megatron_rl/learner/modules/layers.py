@@ -76,10 +76,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the
-    weight.
+    """RMS norm in FP32, rounded where vLLM's CPU kernel rounds: the normed input, and the product.
 
-    Of a sum (`add`) it norms what the sum was before it was rounded.
+    Of a sum (`add`) it norms the sum before rounding.
     """
 
     def __init__(
@@ -113,9 +112,7 @@ def add(
 
 
 class _Turned(torch.autograd.Function):
-    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, then the
-    sines.
-    """
+    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, sines."""
 
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
@@ -151,9 +148,7 @@ def rotary(
     mscale: float = 1.0,
     **kwargs: Any,
 ) -> Tensor:
-    """Rotary embedding as vLLM's kernel for hosts, by it where it is here: cosine, sine in the
-    model's precision.
-    """
+    """Rotary embedding as in vLLM's CPU kernel: cosine and sine in the model's precision."""
     width = x_S1AD.shape[-1]
     if (
         config.rotary_interleaved
@@ -216,9 +211,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse of `_Pad`; the padding's own gradient is zero, or it would reach real keys and
-    values.
-    """
+    """The inverse of `_Pad`; the padding's gradient is zero, so as not to reach real keys."""
 
     @staticmethod
     def forward(ctx: Any, rows_X: Tensor, pack: Pack) -> Tensor:
@@ -294,9 +287,7 @@ class PackedAttention(torch.nn.Module):
         return joined.unsqueeze(1)
 
     def _shared(self, pack: Pack, query_SAD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
-        """Attention of this rank's part of each sequence, to keys and values of all ranks that
-        share it.
-        """
+        """Attention of this rank's part of each sequence to keys and values of all ranks."""
         ranks = len(pack.order_S) // len(pack.positions_S)  # type: ignore[arg-type]
         keys, values = (whole(x, pack) for x in (key_SGD, value_SGD))
         out = []

@@ -1,6 +1,4 @@
-"""Checks of config.json and recipe for what the learner cannot train; values that it takes from
-both. Torch-free.
-"""
+"""Checks of config.json and recipe for what the learner cannot train; values of both. No torch."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -288,19 +286,17 @@ def experts_per_token(hf_config: Mapping[str, Any]) -> int:
 
 
 def choices_bytes(shape: ModelShape, hf_config: Mapping[str, Any]) -> int:
-    """Of the experts that a token went to, in all layers, as batches hold them
-    (`sampler.routed_experts`).
-    """
+    """Bytes per token of its routed experts in all layers (`sampler.routed_experts`)."""
     return shape.layers * experts_per_token(hf_config) * (1 if shape.experts <= 128 else 2)
 
 
 def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
-    """Whether the weights of the chosen experts add up to 1."""
+    """True if the weights of the chosen experts add up to 1."""
     return bool(hf_config.get("norm_topk_prob", shape.family == "mixtral"))
 
 
 def sequence_parallel(learner: LearnerSection) -> bool:
-    """Whether ranks share sequences; one rank has nobody to share with."""
+    """True if tensor-parallel ranks split the sequences; needs more than one rank."""
     return bool(learner.megatron.get("sequence_parallel")) and learner.tensor_parallel > 1
 
 
@@ -309,14 +305,12 @@ def fp8(learner: LearnerSection) -> str | None:
 
 
 def fp8_recipe(learner: LearnerSection) -> str:
-    """How the scales of FP8 products are chosen."""
+    """Recipe for the scales of FP8 products."""
     return learner.megatron.get("fp8_recipe") or FP8_RECIPE
 
 
 def pack_multiple(learner: LearnerSection) -> int:
-    """The number that every pack's length is a multiple of: ranks share a pack, FP8 products want
-    whole tiles.
-    """
+    """Divisor of every pack's length: ranks that share a pack, times the tiles of FP8 products."""
     tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
     return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
 
@@ -394,9 +388,7 @@ def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
-    """Problems with fields of OptimizerConfig, or of DistributedDataParallelConfig, for sums of
-    gradients.
-    """
+    """Problems with fields of OptimizerConfig or DistributedDataParallelConfig."""
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
     classes = "OptimizerConfig or DistributedDataParallelConfig"
     yield from _passed("optim.megatron", classes, optim.megatron, _OPTIMIZER + _REPLICAS, owned)

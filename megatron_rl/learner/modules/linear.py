@@ -1,19 +1,16 @@
-"""Linear layers in place of megatron-core's: those that compute as the sampler does; FP32 outputs
-of head and experts.
+"""Linear layers in place of megatron-core's: sampler arithmetic; FP32 outputs of head and experts.
 
 `learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes
 them, activations per token as the engine does. INT8 products are exact, the engine's own to the
 last bit; FP8 products are summed in FP32, the same but for the order of the sums. Gradients are
-those of the plain layer (straight-through). An engine under tensor parallelism quantizes each of
-its slices of a row-parallel input by itself, rounds what comes out, and adds; so does this,
-whatever the learner's own layout.
+those of the plain layer (straight-through). A tensor-parallel engine quantizes each of its slices
+of a row-parallel input by itself, rounds the products, and adds; so does this in any layout.
 
 `model.head_precision=fp32`: logits stay in FP32, in the engine too (sampler/engine_settings.py):
 rounded to BF16 those near 20 lie 0.125 apart. The weight stays in BF16, and gradients go back
 through BF16 products.
 
-M tokens, K input features held here, N output features (of an output layer: this rank's share of
-the vocabulary).
+M tokens, K input features and N output features held here (an output layer's: vocabulary share).
 """
 
 from collections.abc import Callable
@@ -35,7 +32,7 @@ from megatron_rl.quantization.host_products import SampledWeight
 
 @dataclass(frozen=True)
 class Sampled:
-    """One layer's quantized weight on this rank."""
+    """Quantized weight of a layer on this rank."""
 
     # for each of the engine's slices of the inputs that this rank holds
     parts: tuple[SampledWeight, ...]
@@ -160,9 +157,7 @@ class _Row(torch.autograd.Function):
 
 
 def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
-    """The sum of what the ranks of a row-parallel layer hold: this rank's positions of it, or
-    all.
-    """
+    """Sum over the ranks of a row-parallel layer: of all positions, or of this rank's."""
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(out, group=group)
     if group.size() > 1:
@@ -171,11 +166,9 @@ def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
 
 
 def amax_of_slices(x_MK: Tensor, slices: int, mine: int, max_: Callable[[Tensor], Any]) -> Tensor:
-    """Each token's largest magnitude in each of an engine's slices, of which several ranks hold
-    parts: [S, M, 1].
+    """Each token's largest magnitude in each engine slice, over the ranks: [S, M, 1].
 
-    `mine`: the slice that this rank holds a part of; `max_` takes the maximum over the ranks, in
-    place.
+    `mine`: the slice of which this rank holds a part; `max_`: in-place maximum over the ranks.
     """
     amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
     amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
@@ -184,9 +177,7 @@ def amax_of_slices(x_MK: Tensor, slices: int, mine: int, max_: Callable[[Tensor]
 
 
 def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
-    """The rounded outputs of this rank's slices: of a single one as they are, of more added in
-    FP32.
-    """
+    """The rounded outputs of this rank's slices, added in FP32 if there are several."""
     first_MN, *others = (
         weight.product(*weight.codes(x), None, x_MK.dtype)
         for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True)

@@ -39,9 +39,7 @@ class VocabShare:
         return cls(start, min(max(vocab - start, 0), columns), group if size > 1 else None)
 
     def places(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The column of each token here, 0 where it is another rank's or none (-1); and whether it
-        is here.
-        """
+        """The local column of each token, 0 if another rank's or none (-1); and if it is here."""
         local = tokens - self.start
         held = (local >= 0) & (local < self.real)
         return torch.where(held, local, 0), held
@@ -84,7 +82,7 @@ class _Logprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a loss asks of each token, and what the forward pass has found of its distribution."""
+    """Gradients of a loss per token, and the statistics that the forward pass kept."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
@@ -93,7 +91,7 @@ class Gradients:
 
     @classmethod
     def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Any) -> Gradients:
-        """What autograd hands over, where kernels can read it."""
+        """Build it from autograd's arguments, contiguous for the kernels."""
         if logprobs_N is None:
             logprobs_N = torch.zeros_like(found[0])
         return cls(
@@ -109,9 +107,7 @@ def write_gradient(
     share: VocabShare,
     temperature: float,
 ) -> None:
-    """Write the gradient, zero in columns that are no tokens, into a place that may be the logits'
-    own.
-    """
+    """Write the gradient, zero in columns that are no tokens; it may overwrite the logits."""
     kernels = kernels_for(logits_NV)
     if kernels is not None:
         kernels.write_gradient(grad_NV, logits_NV, labels_N, grads, share, temperature)
@@ -140,9 +136,7 @@ def write_gradient(
 def chunks(
     logits_NV: Tensor, share: VocabShare, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """FP32 logits over temperature, some rows at a time, real columns only. Not to be written
-    to.
-    """
+    """FP32 logits over temperature, in chunks of rows, real columns only. Read-only."""
     step = chunk_rows(len(logits_NV), logits_NV.shape[1], host=logits_NV.device.type == "cpu")
     for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
@@ -174,9 +168,7 @@ def local_stats(
 
 
 def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:
-    """Log of the sum of exponentials, the label's logit (0 where it is elsewhere); for entropy the
-    expected logit.
-    """
+    """Log-sum-exp, the label's logit (0 if on another rank), and for entropy the expected logit."""
     if scaled.shape[1] == 0:
         blank = scaled.new_zeros(len(scaled))
         return torch.stack((blank - torch.inf, blank, *((blank,) if entropy else ())))
@@ -189,9 +181,7 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool 
 
 
 def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log of the sum of exponentials, label's logit, and, where it is asked for, expected logit,
-    over all ranks.
-    """
+    """Log-sum-exp, the label's logit, and if `stats_SN` has it the expected logit, of all ranks."""
     return together(gathered(stats_SN, group))
 
 
@@ -278,8 +268,7 @@ def logprobs_and_entropy(
     kept_NK: Tensor | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """FP32 logprob of each label and entropy of its distribution, both with a gradient, at
-    `temperature`.
+    """FP32 logprob of each label and entropy of its distribution at `temperature`, differentiable.
 
     `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one
     more pass over the FP32 logits.
@@ -294,7 +283,7 @@ def logprobs_and_entropy(
 
 @dataclass(frozen=True)
 class Truncation:
-    """How far the sampler's support is from the one that the policy itself would have kept."""
+    """Distance of the sampler's support from the policy's own."""
 
     outside_N: Tensor  # bool: the policy's own top_k and top_p would have cut the sampled token
     # log of the policy's probability of the tokens that were kept: what d would be off by
@@ -311,18 +300,14 @@ def truncation(
     k: int,
     p: float,
 ) -> Truncation:
-    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the last of the k are
-    inside.
-    """
+    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the k-th are inside."""
     return judged(highest(logits_NV, labels_N, share, temperature, k), logprobs_N, share.group, p)
 
 
 def highest(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int
 ) -> Tensor:
-    """Of the share's logits the k highest, the log of the sum of exponentials, and the label's (0:
-    elsewhere).
-    """
+    """The share's k highest logits, log-sum-exp, and label's logit (0 if on another rank)."""
     found = logits_NV.new_full((k + 2, len(labels_N)), -torch.inf, dtype=torch.float32)
     top_NK = logits_NV[:, : share.real].topk(min(k, share.real)).values
     found[: top_NK.shape[1]] = top_NK.t().float() / temperature
@@ -331,15 +316,13 @@ def highest(
 
 
 def highest_of(everyone: Tensor) -> Tensor:
-    """The same over several shares: [R, k + 2, N] to [k + 2, N]."""
+    """Combine `highest` of several shares: [R, k + 2, N] to [k + 2, N]."""
     top_NK = everyone[:, :-2].flatten(0, 1).t().topk(everyone.shape[1] - 2).values
     return torch.cat((top_NK.t(), everyone[:, -2].logsumexp(0)[None], everyone[:, -1].sum(0)[None]))
 
 
 def judged(found: Tensor, logprobs_N: Tensor, group: ProcessGroup | None, p: float) -> Truncation:
-    """What `highest` has found on every rank, against the support that the policy would have
-    kept.
-    """
+    """Compare `highest` of every rank with the support that the policy would have kept."""
     *top, log_total_N, label_N = highest_of(gathered(found, group))
     top_NK = torch.stack(top, 1)
     above_N = (top_NK.softmax(1) * (top_NK > label_N[:, None])).sum(1)

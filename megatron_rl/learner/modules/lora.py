@@ -60,9 +60,7 @@ def _add(
 
 
 class Adapter(torch.nn.Module):
-    """A [T * R, K] and B [N, R] of a layer; A0, B0, A1, ... of a layer that holds several
-    experts.
-    """
+    """A [T * R, K] and B [N, R] of a layer; A0, B0, A1, ... of a layer with several experts."""
 
     mask_NT: Tensor | None  # which rows are of which tensor; None: all are of the only one
 
@@ -105,7 +103,7 @@ class Adapter(torch.nn.Module):
                 self.register_parameter(f"{letter}{number}", made)
 
     def forward(self, layer: Any, x: Tensor, m_splits: list[int] | None = None) -> Tensor:
-        """What the adapter adds to the layer's output. `m_splits`: tokens of each expert."""
+        """Return the adapter's term of the layer's output. `m_splits`: tokens of each expert."""
         # Transformer Engine norms inside of the layer
         norm = layer._parameters.get("layer_norm_weight")
         if norm is not None:

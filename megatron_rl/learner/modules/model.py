@@ -133,9 +133,7 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
 
 
 def _host_fields() -> dict[str, Any]:
-    """Settings of hosts: kernels that only exist for CUDA stay off; the activation is our own
-    module.
-    """
+    """Settings on CPUs: CUDA-only kernels stay off; the activation is our own module."""
     off = (
         "bias_dropout_fusion",
         "bias_activation_fusion",
@@ -164,9 +162,7 @@ def _device_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _blank(weight: Tensor) -> Tensor:
-    """Zero a weight: rows that only pad a vocabulary are never loaded, and 0 times what they held
-    reaches gradients.
-    """
+    """Zero a weight: padding rows are never loaded, and 0 times garbage would reach gradients."""
     with torch.no_grad():
         return weight.zero_()
 
@@ -199,9 +195,7 @@ class PolicyModel(GPTModel):
     adapted = False  # the embedding is frozen, and gradients go to adapters behind it
 
     def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
-        """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the
-        others.
-        """
+        """Scores of response tokens on the last pipeline stage, else hidden states [S, 1, H]."""
         if self.pre_process:
             hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None])
         else:
@@ -253,7 +247,7 @@ class PolicyModel(GPTModel):
 def build(
     model: Model, config: TransformerConfig, *, first: bool, last: bool, chunk: int | None = None
 ) -> PolicyModel:
-    """One pipeline stage (or one chunk of it) with weights not yet loaded."""
+    """Build a pipeline stage (or one chunk of it) with weights not yet loaded."""
     shape = model.shape
     policy = PolicyModel(
         config,

@@ -2,8 +2,8 @@
 and values (for the scales of an FP8 cache); for other hooks, the pack that passes and norms inside
 Transformer Engine's kernels.
 
-Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever
-the layout (to the rounding of the forward pass itself), because filler positions are left out.
+Each rank keeps its own maxima. A maximum over all ranks, micro-batches and passes does not depend
+on the layout (to the rounding of the forward pass itself), because filler positions are left out.
 
 L layers of the whole model, N norms of a layer, S positions of a pack (of this rank, where they are
 split), H hidden channels. A dimension of 2 is (key, value).
@@ -35,9 +35,7 @@ class Amax:
 
     @property
     def looks(self) -> bool:
-        """Whether to look at what passes: at what a backward pass recomputes, of an older pack
-        perhaps, never again.
-        """
+        """True if this pass is observed; never in a backward pass, which may recompute a pack."""
         return self.active and torch._C._current_graph_task_id() == -1
 
     @contextmanager
@@ -59,17 +57,13 @@ class Amax:
 
 
 class ActivationStats(Amax):
-    """Maxima of what the linear layers read: [L, N, H]. Looks in scoring, or where an update
-    scores.
-    """
+    """Maxima of the linear layers' inputs: [L, N, H]. Active in scoring, or in a scoring update."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, len(Norm), shape.hidden, device=device, active=False)
 
     def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
-        """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split
-        over ranks.
-        """
+        """Follow one pipeline chunk. `shard`: this rank's number where ranks split positions."""
         passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             for norm, module, reader in (
@@ -91,9 +85,7 @@ class ActivationStats(Amax):
     def _see(
         self, place: Any, passing: list[Pack], shard: int | None, x_S1H: Tensor, linear: Any = None
     ) -> None:
-        """Raise the maxima by what is read here: `x_S1H`, or the norm of it that is inside
-        `linear`.
-        """
+        """Raise the maxima by an input `x_S1H`, or by the norm of it that is inside `linear`."""
         if not self.looks:
             return
         (pack,) = passing
@@ -131,9 +123,7 @@ def fused_norm(linear: Any, input: Tensor) -> Tensor:
 
 
 class CacheStats(Amax):
-    """Maxima of what the sampler caches, keys after norm and rotation: [L, 2]. Looks in training as
-    in scoring.
-    """
+    """Maxima of cached keys (after norm and rotation) and values: [L, 2]. Active in every pass."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, 2, device=device, active=True)
@@ -162,9 +152,7 @@ class CacheStats(Amax):
 
 
 def passing_pack(model: torch.nn.Module) -> list[Pack]:
-    """A list with the pack that is passing through the model, which hooks on its layers do not
-    see.
-    """
+    """A list with the pack that is passing through the model, for hooks on its layers."""
     passing: list[Pack] = []
 
     def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,9 +34,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch: whole sequences one after another, longest first; filler between them where
-    ranks share them.
-    """
+    """A micro-batch: whole sequences, longest first, with filler between those that ranks share."""
 
     rows: tuple[int, ...]  # of the batch, in the order of the pack
     horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
@@ -66,7 +64,7 @@ class Pack:
 
     @property
     def whole(self) -> bool:
-        """Whether padding changes nothing: every bucket holds sequences of one length."""
+        """True if padding changes nothing: every bucket holds sequences of one length."""
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
@@ -100,12 +98,12 @@ def assign_rows(
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them
-    are made where there are rows enough, rounded up to a multiple of `count_multiple`. Replicas
-    wait for the slowest: they are alike in cost, a row's length and `attention` times its square. A
-    replica's micro-batches wait for nobody and are alike in tokens, which takes the least memory;
-    with `in_step`, where stages wait for each, in cost as far as the budget lets them. With
+    are made if there are enough rows, rounded up to a multiple of `count_multiple`. Replicas wait
+    for the slowest: they are balanced by cost, a row's length and `attention` times its square. A
+    replica's micro-batches are balanced by tokens, which takes the least memory; with `in_step`,
+    where pipeline stages wait for each other, by cost as far as the budget allows. With
     `same_count` replicas wait in every micro-batch: all have equally many, and those that run at
-    the same time are alike in cost.
+    the same time have like cost.
     """
     costs = [length + attention * length**2 for length in lengths]
     rows = range(len(lengths))
@@ -142,9 +140,7 @@ def _fit(
 def _within(
     rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """`count` micro-batches, alike in `by`, or in length where only that keeps to the budget. None:
-    neither does.
-    """
+    """Make `count` micro-batches balanced in `by`, or in length if only that fits; or None."""
     for weights in (lengths,) if by is lengths else (by, lengths):
         packs = _spread(rows, weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
@@ -284,11 +280,9 @@ def _padding(
 
 
 def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on the device, views of one buffer: a copy each would cost more than what is in
-    it.
+    """The tensors on the device, as views of one buffer: a copy for each would cost more.
 
-    On a host they are there already, and nothing is copied. Elsewhere the copy is queued: nobody
-    waits for its end.
+    On a CPU nothing is copied. Elsewhere the copy is queued, without a wait for its end.
     """
     if device.type == "cpu":
         return dict(tensors)

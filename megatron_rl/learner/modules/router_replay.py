@@ -28,16 +28,14 @@ MOST_FLIPS = 0.5
 
 
 class ReplayError(RuntimeError):
-    """Router replay has replayed nothing, or what does not fit these tokens, weights or recomputed
-    passes.
-    """
+    """Router replay that replayed nothing, or experts that misfit the tokens, weights or passes."""
 
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplay:
-    """What all routers of a rank share: whether choices are taken, and how many were."""
+    """Settings and counts of replay that all routers of a rank share."""
 
     def __init__(self, layers: int, device: torch.device, router: Router) -> None:
         self.replays = router is not Router.own
@@ -74,9 +72,7 @@ class RouterReplay:
 
     @contextmanager
     def comparing(self) -> Iterator[Tensor]:
-        """Passes that choose for themselves, and count how many of their tokens were told
-        otherwise, as `counts_L3`.
-        """
+        """Let routers choose by themselves; count the tokens that the sampler routed otherwise."""
         kept = self.counts_L3
         self.counts_L3 = torch.zeros_like(self.counts_L3)
         fused = any(router.module.config.moe_router_fusion for router in self._routers)
@@ -100,9 +96,7 @@ class RouterReplay:
 
 
 def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
-    """The metrics of all ranks' counts; `experts_at`: layers that have any. Empty where nothing has
-    passed.
-    """
+    """Metrics of all ranks' counts; `experts_at`: layers with experts. Empty if no token passed."""
     found_L3 = found_L3[experts_at]
     found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
     by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
@@ -117,7 +111,7 @@ def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
 
 
 def check(found: Mapping[str, float]) -> Mapping[str, float]:
-    """What a step's replay has come to (`Learner.take_replayed`); refused where it is no replay."""
+    """Return the replay metrics of a step (`Learner.take_replayed`); raise if the replay failed."""
     if not found:  # nothing has passed
         return found
     if not found["router/replayed"]:
@@ -193,7 +187,7 @@ class _Layer:
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _pack(self) -> tuple[Pack, bool]:
-        """What passes through, and whether it does so for the first time."""
+        """The passing pack, and if it passes for the first time."""
         # a checkpoint keeps none of it: it will come again
         if self._replay.trains and not torch.is_grad_enabled():
             self.again.append(self._passing[0])

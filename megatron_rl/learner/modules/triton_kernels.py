@@ -1,12 +1,9 @@
-"""Triton kernels of the learner: statistics and gradient of logits, largest magnitudes of a norm's
-output.
+"""Triton kernels of the learner: statistics and gradient of logits, channel maxima of norms.
 
 Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and
-`observers.py` compute in torch. Offsets of rows have 64 bits: the logits of a pack can be more than
-2^31 numbers.
+`observers.py` compute in torch. Row offsets have 64 bits: a pack can have more than 2^31 logits.
 
-N tokens, V columns of logits, K token ids of each token, S statistics, M positions, H hidden
-channels.
+N tokens, V columns of logits, K token ids per token, S statistics, M positions, H hidden channels.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ def statistics_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of logits: log-sum-exp, logits of its ids (0: not in this share), expected logit; a
-    column of `stats`.
-    """
+    """Write a row's log-sum-exp, logits of its ids (0 if on another rank) and expected logit."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lanes = tl.arange(0, BLOCK)
@@ -103,9 +98,7 @@ def gradient_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of the gradient, which may lie where the logits lie; zero in columns that are no
-    tokens.
-    """
+    """Write a row of the gradient, possibly over the logits; zero in columns that are no tokens."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     grad += row * grad_stride
@@ -142,9 +135,7 @@ def norm_amax_kernel(
     POSITIONS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Raise `amax` to the largest magnitude of each channel over some positions, of their RMS norm
-    where `NORM`.
-    """
+    """Raise `amax` to each channel's largest magnitude over some positions or their RMS norm."""
     lanes = tl.arange(0, WIDTH)
     inside = lanes < width
     most = tl.zeros([WIDTH], tl.float32)
@@ -227,9 +218,7 @@ def write_gradient(
 def raise_amax(
     amax_H: Tensor, x_MH: Tensor, weight_H: Tensor | None = None, eps: float = 0.0
 ) -> None:
-    """Raise the maxima by these positions; `weight_H`: by the RMS norm of them that this weight
-    scales.
-    """
+    """Raise the maxima by these positions, or by their RMS norm, scaled by `weight_H`."""
     rows, width = x_MH.shape
     if not rows:
         return
