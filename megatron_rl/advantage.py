@@ -28,9 +28,7 @@ def group_advantages(
     keep_N: Tensor,
     config: AdvantageConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Float32 advantages, 0 where `keep_N` is false: also of a group of one, if siblings are
-    compared.
-    """
+    """Float32 advantages; 0 where `keep_N` is false, or siblings are compared and none is left."""
     keep_N = keep_N.bool()
     rewards = rewards_N.double()
     if not bool(torch.isfinite(rewards[keep_N]).all()):
@@ -70,9 +68,7 @@ def session_advantages(
     keep_N: Tensor,
     config: AdvantageConfig,
 ) -> tuple[Tensor, Tensor]:
-    """As `group_advantages`, where a session may have several rows: in its group's baseline it
-    counts once.
-    """
+    """`group_advantages` for sessions of several rows, which count once in the group's baseline."""
     if samples_N is None:
         return group_advantages(rewards_N, groups_N, keep_N, config)
     keep_N = keep_N.bool()
@@ -86,12 +82,11 @@ def session_advantages(
 def turn_advantages(
     batch: Batch, advantages_B: Tensor, keep_B: Tensor, config: AdvantageConfig, credit: Credit
 ) -> Tensor | None:
-    """Advantages [B, T] of turns that have earned different returns; None: each row's are all its
-    own.
+    """Advantages [B, T] by the returns of turns; None if rewards are credited to whole rows.
 
     A turn's return takes the place of its session's reward. The baseline stays the group's mean of
-    whole sessions, which no turn's choice moves, nor that of when to stop. `keep_B`: the rows that
-    count in it.
+    whole sessions, which is independent of a turn's actions and of when it stops. `keep_B`: the
+    rows that count in it.
     """
     if batch.credit_N is None or credit == Credit.outcome:
         return None
@@ -120,9 +115,7 @@ def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:
 def _reward_scale(
     rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig
 ) -> Tensor:
-    """What turns a difference of rewards into one of advantages; 0 where that would divide by a
-    spread or mean of 0.
-    """
+    """Factor from reward differences to advantages; 0 where it would divide by 0."""
     rewards = rewards_N.double().masked_fill(~stands_N, 0.0)
     if config.estimator == Estimator.reinforce_pp:
         kept = rewards[stands_N]
@@ -141,9 +134,7 @@ def _reward_scale(
 def _scale(
     centred_N: Tensor, mean_N: Tensor, counts_N: Tensor, groups_N: Tensor, config: AdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    """What an estimator multiplies a reward less its group's mean by, and what it divides that
-    by.
-    """
+    """Numerator and denominator of an estimator's factor on a reward less its group's mean."""
     one_N = torch.ones_like(mean_N)
     others_N = (counts_N - 1.0).clamp(min=1.0)
     if config.estimator == Estimator.grpo:
@@ -171,16 +162,14 @@ def _whiten(rewards_N: Tensor, keep_N: Tensor) -> Tensor:
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
-    """Whether a group's scores differ: without a difference there is no advantage to learn from."""
+    """True if a group's scores differ; without a difference all its advantages are 0."""
     return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
 
 
 def overlong_penalty(
     lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0
 ) -> Tensor:
-    """What to add to the reward: 0 up to max_tokens - buffer, then linearly down to -penalty at
-    max_tokens.
-    """
+    """Penalty to add: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens."""
     lengths = torch.as_tensor(lengths_N, dtype=torch.float32)
     if buffer <= 0:
         return torch.zeros_like(lengths)

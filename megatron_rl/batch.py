@@ -25,7 +25,7 @@ from megatron_rl.types import NO_EXPERT, Rollout, Scored
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How many tokens each row's prompt and its response have."""
+    """Numbers of tokens in each row's prompt and response."""
 
     prompt_lengths_B: Tensor  # int64
     response_lengths_B: Tensor
@@ -40,11 +40,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences(Lengths):
-    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another,
-    nothing between.
+    """Prompts and responses for a forward pass: rows of unlike lengths one after another, unpadded.
 
-    A column's last letters say what it holds of a row: one value (B), one for each response token
-    (N) or for each token (P), or as many ids as that row's tokens were drawn among (K).
+    A column's last letters give its entries per row: one value (B), one for each response token (N)
+    or for each token (P), or as many ids as that row's tokens were drawn among (K).
     """
 
     tokens_P: Tensor  # int32: of each row, prompt and then response
@@ -56,7 +55,7 @@ class Sequences(Lengths):
 
     @property
     def bare(self) -> Sequences:
-        """What a forward pass reads, and nothing else."""
+        """The inputs of a forward pass alone."""
         parts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Sequences)}
         return Sequences(**parts)
 
@@ -80,7 +79,7 @@ class Sequences(Lengths):
         return column.index_select(0, places)
 
     def sizes(self, name: str) -> Tensor:
-        """How much of a column each row has."""
+        """Entries of a column in each row."""
         if not name.endswith("_K"):
             return sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
         assert self.kept_counts_N is not None
@@ -90,9 +89,7 @@ class Sequences(Lengths):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Sequences):
-    """The global batch of a step. Rows of a group are neighbours. Matrices with T are made when
-    they are asked for.
-    """
+    """Global batch of a step. Rows of a group are neighbours. Matrices with T are made lazily."""
 
     mask_N: Tensor  # bool: trained-on response tokens
     sampler_logprobs_N: Tensor  # float32
@@ -188,9 +185,7 @@ def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
 
 
 def sizes_of(name: str, prompt_lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
-    """How much of a column each row has, by the column's last letters; of ids, their counts
-    tell.
-    """
+    """Entries of a column in each row, by the column's last letters; not for ids (_K)."""
     if name.endswith(("_N", "_BT")):
         return response_lengths_B
     if name.endswith(("_P", "_PLK")):
@@ -327,11 +322,9 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the loss needs beside the policy's own forward pass: one optimizer update's worth,
-    global.
+    """Inputs of the loss beside the policy's own forward pass, for one global optimizer update.
 
-    Rows match `batch`. Without an anchor, weights and masks are what is known before the loss,
-    which completes them.
+    Rows match `batch`. Without an anchor, the loss completes the weights and masks.
     """
 
     batch: Batch

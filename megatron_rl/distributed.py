@@ -14,9 +14,7 @@ import torch.distributed as dist
 
 
 def exchange(value: Any) -> list[Any]:
-    """Every rank's JSON value, in rank order, on every rank. Tuples arrive as lists, on the sender
-    too.
-    """
+    """Gather every rank's JSON value, in rank order, on every rank. Tuples arrive as lists."""
     text = json.dumps(value)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(text)]
@@ -42,9 +40,7 @@ _open = False
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """Mark long work on rank 0 whose result the other ranks wait for, so that `tell_to_wait` keeps
-    them waiting.
-    """
+    """Mark long work on rank 0 that other ranks wait for: `tell_to_wait` prolongs their wait."""
     global _open
     _open = True
     try:
@@ -88,9 +84,7 @@ class Group(Protocol):
         """Replace by the element-wise maximum over the group."""
 
     def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
-        """Fill `received` on the group's first rank with the tensors of the others, in order; empty
-        elsewhere.
-        """
+        """Fill `received` on the group's first rank with the others' tensors; empty elsewhere."""
 
 
 @dataclass(frozen=True)

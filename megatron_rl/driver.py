@@ -1,6 +1,8 @@
-"""Driver: rank 0's side of train.py's loop: sampling, scoring, evaluation, records, when to save
-and stop, samples that sampler and learner are compared by. Other ranks have a `Follower`, which
-answers None: they are told by the learner.
+"""Driver: rank 0's side of train.py's loop.
+
+It samples, scores, evaluates, records, decides when to save and stop, and provides samples to
+compare sampler and learner. Other ranks have a `Follower`, which returns None: the learner
+broadcasts to them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ CALIBRATION_PROMPTS = 64
 
 
 class Follower:
-    """Every rank but the first: it answers None to whatever the loop asks of the driver."""
+    """Driver of every rank but the first: all its methods return None."""
 
     def __init__(self) -> None:
         self.recorder = SilentRecorder()
@@ -72,7 +74,7 @@ class Follower:
 
 
 class Driver:
-    """Rank 0. Opens the recorder, the sampler, the rewards; closes all of them whatever happens."""
+    """Driver on rank 0: opens recorder, sampler and rewards, and closes all of them on any exit."""
 
     def __init__(self, config: Config, resolved_yaml: str, run_dir: Path) -> None:
         self._config = config
@@ -244,9 +246,7 @@ class Driver:
             yield
 
     def last_sync(self) -> dict[str, float]:
-        """For how long the last sync kept engines from answering, and what it made one of their
-        ranks read.
-        """
+        """Engines' pause during the last sync, and the bytes that one of their ranks read."""
         told = self.sampler.last_sync
         return {
             "sync/pause_s": told["pause_s"],
@@ -254,9 +254,7 @@ class Driver:
         }
 
     def goes_on_without(self, step: int) -> bool:
-        """Whether there will be a batch for this step though the sampler refused the weights that
-        it should have.
-        """
+        """True if this step gets a batch although the sampler refused its weights."""
         return self._batches.goes_on_without(step)
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
@@ -281,7 +279,7 @@ class Driver:
         return batch, metrics
 
     def _engine_news(self) -> dict[str, float]:
-        """What became of the engines since the last step."""
+        """Counts of engine restarts and retried requests since the last step."""
         before = self._seen
         self._seen = self.sampler.stats
         news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
@@ -346,9 +344,7 @@ class Driver:
     def to_keep(
         self, progress: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
     ) -> dict[str, Any] | None:
-        """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`:
-        what one takes.
-        """
+        """Rank 0's part of a checkpoint; None if none is due. `save_s`: seconds of a save."""
         self._stop.save_s = save_s
         about = self._saves.due(progress.step, progress.kept(), evaluated, ending)
         if about:

@@ -16,7 +16,7 @@ from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 
 class Generates(Protocol):
-    """What evaluating needs of a Sampler."""
+    """Part of a Sampler that evaluation uses."""
 
     def generate(
         self,
@@ -30,9 +30,7 @@ class Generates(Protocol):
 
 
 class Evaluator:
-    """Evaluates a policy on one held-out set. Greedy answers repeat exactly; sampled ones have
-    fixed seeds.
-    """
+    """Evaluates a policy on a held-out set, with fixed seeds; greedy responses repeat exactly."""
 
     def __init__(
         self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer
@@ -53,9 +51,7 @@ class Evaluator:
         return self.metrics(self._answered(self.prompts, 0, step))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
-        """Sample and score the set, about `answers` at a time; `done` is told the prompts finished
-        after each part.
-        """
+        """Sample and score the set, about `answers` at a time; `done` gets the count after each."""
         size = max(1, answers // self.about.samples)
         groups = list[Group]()
         for start in range(0, len(self.prompts), size):
@@ -102,9 +98,7 @@ class Evaluator:
                 yield f"{name}_stderr", error
 
     def _votes(self, groups: Sequence[Group]) -> bool:
-        """Whether the reward says what it has found in a response: verifiers do, functions of one's
-        own may.
-        """
+        """True if the reward reports the answers it found: verifiers do, functions may."""
         first = next(iter(self.about.reward.weights))
         return first in VERIFIERS or any(
             one.answer is not None for group in groups for one in group
@@ -112,18 +106,14 @@ class Evaluator:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Whether k answers hold a right one: the mean over all choices of k among the n that were
-    drawn (unbiased).
-    """
+    """Share of the choices of k among n samples with a right one: the unbiased pass@k."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right; a tie is drawn, so that the share of its right
-    answers counts.
+    """Score of the most frequent answer; a tie counts by the share of its right answers.
 
-    None has no vote: nothing was found in the response, or it was cut off. Without any vote it is
-    wrong.
+    None has no vote: no answer was found in the response, or it was cut off. Without votes: 0.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
@@ -135,5 +125,5 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """One value for each prompt; a single prompt says nothing of its error."""
+    """Mean of a value per prompt, and its standard error; None for a single prompt."""
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

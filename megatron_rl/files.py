@@ -26,8 +26,7 @@ def partial_of(path: Path, pid: int) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it
-    raises.
+    """Yield a temporary path that replaces `path` on success, and is removed if the block raises.
 
     Raise OSError before the block where `path` is a link, a pipe or a device: these are kept.
     """
@@ -45,9 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise OSError where a write to `path` would replace something else than a file or a
-    folder.
-    """
+    """Raise OSError if a write to `path` would replace anything but a file or a folder."""
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -64,9 +61,7 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link and not what it leads to; as far as that
-    is allowed.
-    """
+    """Remove a file, a link (not its target) or a folder with its content, as far as permitted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -80,9 +75,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; OSError for a pipe, which may never answer, and for a
-    device.
-    """
+    """Open a regular file for reading; OSError for a pipe, which may block, or a device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return open(handle, "rb")
@@ -102,7 +95,7 @@ def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
 def read_json(
     path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values"
 ) -> dict[str, Any]:
-    """Read the keys of a JSON file of another's; ValueError says what is wrong with it."""
+    """Read a JSON file with keys; ValueError with the reason if it is missing or wrong."""
     try:
         text = read_whole(path, largest)
     except OSError as error:
@@ -119,9 +112,7 @@ def read_json(
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a log, out of its last 64 KiB, overlong ones cut; none where it cannot be
-    read.
-    """
+    """The last lines of a log, of its last 64 KiB, long ones cut; none if it cannot be read."""
     try:
         with open_regular(path) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))

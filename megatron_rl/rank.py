@@ -45,7 +45,7 @@ def main(run_dir: Path, parent: int) -> None:
 
 
 def run_rank(config: Config, run_dir: Path) -> None:
-    """Runs the loop as the rank that the environment says this process is."""
+    """Run the loop as this process's rank, which the environment gives."""
     _leave_out_advice()
     rank = int(os.environ["RANK"])
     # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends;
@@ -85,9 +85,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Prepare this process for a learner of one rank, whatever job it is in; import the learner
-    inside the block.
-    """
+    """Prepare this process for a one-rank learner in any job; import that inside the block."""
     _leave_out_advice()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_RL_RENDEZVOUS"):
         os.environ.pop(name, None)
@@ -101,16 +99,15 @@ def alone() -> Iterator[None]:
 
 
 def _leave_out_advice() -> None:
-    """Silence warnings of Megatron and torch.distributed that no user could act on and every rank
-    repeats.
-    """
+    """Silence warnings of Megatron and torch.distributed that every rank repeats to no use."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def force_exit_after_last_word() -> None:
-    """End the process whatever waits from here on. The thread that sees to it needs no Python, as
-    what waits may hold the interpreter, and writes nothing: the log shall end in the reason.
+    """End the process soon, even if a thread blocks the interpreter.
+
+    The dump needs no Python, and writes to /dev/null: the log shall end with the reason.
     """
     faulthandler.dump_traceback_later(
         process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,8 @@
-"""Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until
-it is interrupted.
+"""Work of `megatron-rl serve`: runs a vLLM engine server for a run elsewhere, until interrupted.
 
 The run names it under `sampler.addresses`; both sides have the key in the environment:
 MEGATRON_RL_FLEET_KEY. The weights come with the run's first sync: it holds none before. It ends
-with whoever started it, unless under nohup.
+with the process that started it, unless under nohup.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ FOREVER_S = 1e9  # whoever started it has more patience, or ends it
 
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
-    """Returns the server's exit status; 0 where it was asked to end."""
+    """Run the server and return its exit status; 0 after a request to end."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise ConfigError(
@@ -85,7 +84,7 @@ def _check_place(host: str, port: int) -> None:
 
 
 async def _until_ended(server: EngineProcess, starter: int | None, what: str) -> int:
-    """The server's exit status; 0 once whoever started this process is gone."""
+    """The server's exit status; 0 once the process that started this one has terminated."""
     engine = EngineClient("the server", SocketLine(server.line), FOREVER_S, 1)
     await engine.open()
     starting = asyncio.ensure_future(engine.start(server.settings.arguments, FOREVER_S))

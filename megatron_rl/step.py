@@ -1,5 +1,4 @@
-"""One step's batch on the driver: its correction and advantages, the targets of its updates, its
-mismatch metrics.
+"""Batch of a step on the driver: correction, advantages, targets of its updates, mismatch metrics.
 
 Shape suffixes: B sequences, T response positions.
 """
@@ -41,9 +40,7 @@ class Step:
         return cls(config, batch, version, anchor_BT, correction, advantages_B)
 
     def targets(self, reference_BT: torch.Tensor | None) -> Targets:
-        """All that the step's updates need. A covariance loss selects among the tokens that are
-        trained on.
-        """
+        """Inputs of all updates of the step. Covariance losses select among trained tokens."""
         config = self.config
         correction = self.correction
         seed = config.run.seed + self.version + 1

@@ -55,8 +55,9 @@ def train(
     rank: int,
     on_driver_closed: Callable[[], None] = lambda: None,
 ) -> None:
-    """One run, from loaded weights to the last report; after the driver's last word,
-    `on_driver_closed` is called.
+    """Run the training, from loaded weights to the last report.
+
+    `on_driver_closed` is called after the driver's last output.
     """
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with (
@@ -150,7 +151,7 @@ def loop(
 
 
 def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner) -> Progress:
-    """One step: rollouts, prox pass, correction, updates. Metrics are the driver's alone."""
+    """Run a step: rollouts, prox pass, correction, updates. Metrics are the driver's alone."""
     recorder = driver.recorder
     step = at.step + 1
     plane = learner.plane
@@ -258,9 +259,7 @@ def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> torch.Te
 def learner_estimate(
     learner: Learner, driver: AnyDriver, reward: schema.RewardSection
 ) -> dict[str, float]:
-    """The mean reward under the learner, over everything that was drawn: a forward pass for dropped
-    groups too.
-    """
+    """Mean reward under the learner, over all samples; dropped groups get a forward pass too."""
     if not reward.learner_estimate:
         return {}
     shared = learner.plane.share(driver.drawn_batch())
@@ -278,9 +277,7 @@ def learner_estimate(
 
 
 def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch.Tensor]:
-    """The rows of the step's optimizer updates: whole groups, shuffled, in `count` nearly equal
-    parts.
-    """
+    """Rows of the step's optimizer updates: whole groups, shuffled, in `count` like parts."""
     groups = groups_B.unique().tolist()
     count = min(count, len(groups))
     if count > 1:
@@ -342,9 +339,7 @@ def probe_of(
     logprobs_BT: torch.Tensor,
     expected_BT: torch.Tensor | None,
 ) -> probe.Probe:
-    """What may be found is measured first, without the sampler; the noise is that of these weights
-    and tokens alone.
-    """
+    """Prepare a probe with the expected effect and noise of these weights and tokens."""
     about = probe.Probe(
         step,
         learner.shape.vocab,

@@ -1,6 +1,4 @@
-"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scored
-answers, verdicts.
-"""
+"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scores."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: token ids for the engine, the data set's row for the reward."""
+    """A prompt: token ids for the engine, the data set's row for the reward."""
 
     id: int  # stable: the row's number in the data set
     token_ids: tuple[int, ...]
@@ -31,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How tool calls are found in an answer."""
+    """Format of tool calls in a response."""
 
     parser: str  # one of vLLM's
     schemas: str  # of the tools, as JSON
@@ -63,7 +61,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class Session:
-    """What a conversation has come to; the rollouts of its branches share it."""
+    """Results of a conversation, shared by the rollouts of its branches."""
 
     turns: Sequence[SessionTurn]
     rows: int = 1  # branches: 1 where it never forked
@@ -80,9 +78,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. Whatever it is made of, it holds arrays: a step of DAPO's has a hundred million
-    tokens.
-    """
+    """A response, in arrays: a step of DAPO has a hundred million tokens."""
 
     prompt: Prompt
     group: int  # unique within a run: rollouts of one prompt in one draw share it

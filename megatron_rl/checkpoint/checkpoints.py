@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
 class TornCheckpoint(ConfigError):
-    """A checkpoint that is not whole: the text says what is wrong with it."""
+    """An incomplete or damaged checkpoint; the text names the damage."""
 
     hint = (
         "`megatron-rl checkpoints RUN` says which are whole; run.if_exists=resume passes over the "
@@ -70,7 +70,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> bool:
-        """Whether its step has a line of metrics; else the line is here, as far as it was known."""
+        """True if its step has a line of metrics; else the line is kept here, as far as known."""
         return self.driver.line is None
 
     @property
@@ -144,9 +144,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Reads every byte and compares it with the manifest; then looks whether the tensors can be
-    read.
-    """
+    """Read every byte and compare it with the manifest; then check that tensors are readable."""
     found = read(path)
     for name, (size, checksum) in found.files.items():
         file = path / name
@@ -179,9 +177,7 @@ def look_into(found: Checkpoint) -> None:
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """The checkpoints to go on from, the newest first. One that is torn is left where it is, and
-    passed over.
-    """
+    """Complete checkpoints, the newest first. Incomplete ones are left in place and noted."""
     for step in steps(root):
         try:
             found = verify(path_of(root, step))
@@ -192,9 +188,7 @@ def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, metric: str | None) -> list[int]:
-    """Removes what is not among the last, at a step to keep, or the best by a metric. Returns the
-    steps removed.
-    """
+    """Remove all but the last ones, steps to keep, and the best by a metric. Return their steps."""
     present = steps(root)
     kept = set(present[:keep_last]) | {
         step for step in present if keep_every and step % keep_every == 0
@@ -234,9 +228,7 @@ def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
 
 
 def _refuse_others(path: Path, name: str) -> None:
-    """ValueError for what is no file of the checkpoint's own: another folder's, a link, a device, a
-    pipe.
-    """
+    """Raise ValueError for a foreign file in the checkpoint: another folder's, a link, a device."""
     plain = PurePosixPath(name)
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\0" in name:
         raise ValueError(f"{name[:200]!r} is no name of a file in {path}")

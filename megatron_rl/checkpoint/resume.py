@@ -58,9 +58,7 @@ NONE = "(none)"  # a key that one of two recipes does not have
 
 
 def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
-    """Raises where the recipe has changed in what the run has learnt with, unless the key is in
-    run.resume_allow.
-    """
+    """Raise if a key that affects learning has changed, unless it is in run.resume_allow."""
     before = read_yaml(to_yaml(from_mapping(recorded_mapping(recorded))))
     after = read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
@@ -87,9 +85,7 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
 def refuse_other_data(
     recorded: str | None, found: str, allowed: Collection[str], where: str
 ) -> None:
-    """Raises where the place in the order of prompts is one in other data. `recorded`: None in old
-    checkpoints.
-    """
+    """Raise if the place in the order of prompts is of other data. `recorded`: None if old."""
     if recorded not in (None, found) and "data.train" not in allowed:
         raise ConfigError(
             f"data.train: prompts or answers in {where} are not those that the run has drawn from "
@@ -172,7 +168,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _step(line: bytes) -> float:
-    """A torn line, or one without a step, belongs to none that is kept."""
+    """Step of a line; infinite if it is incomplete or has none, so that it is not kept."""
     try:
         found = json.loads(line)
         if line.endswith(b"\n"):

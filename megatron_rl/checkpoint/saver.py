@@ -176,7 +176,7 @@ class Saver:
         self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
 
     def load(self, found: Checkpoint) -> None:
-        """Into the learner and the sync, whatever layout wrote it."""
+        """Load into the learner and the sync, from any layout."""
         try:
             self._load(found)
         except (

@@ -1,3 +1,1 @@
-"""Policy losses and their reductions. Pure. Read `policy_loss.py` first; `table.py` is the list of
-losses.
-"""
+"""Policy losses and their reductions. Pure. Start with `policy_loss.py`; the list is `table.py`."""

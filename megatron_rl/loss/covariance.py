@@ -56,9 +56,7 @@ def select_by_covariance(
 
 
 def _draws(prox_BT: Tensor, covariance_BT: Tensor, seed: int) -> Tensor:
-    """A pseudo-random number in [0, 1) per token, from the seed, the position and the token's
-    values.
-    """
+    """A pseudo-random number in [0, 1) per token, from seed, position and the token's values."""
     column_T = torch.arange(prox_BT.shape[1], device=prox_BT.device, dtype=torch.float64)
     mixed_BT = torch.sin(
         prox_BT * 12.9898 + covariance_BT * 78.233 + column_T * 37.719 + (seed % 100003) * 4.581

@@ -1,11 +1,12 @@
-"""Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch, KL
-and entropy, metrics; and rejection and weights, where only the update's own logprobs tell them (no
-prox pass).
+"""Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch.
+
+With KL, entropy and metrics; and with rejection and weights, where only the update's own logprobs
+complete them (no prox pass).
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of
 the whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch,
-and so is the sum of each metric. What is trained on is `mask_BT`; what is divided by is
-`denominator_mask_BT`.
+and so is the sum of each metric. `mask_BT` selects the trained tokens; `denominator_mask_BT` those
+that are counted in denominators.
 
 Shape legend: B sequences (rows of a micro-batch), T response positions, P prompts.
 """
@@ -103,12 +104,10 @@ def policy_loss(
     totals: Totals | None = None,
     correction: CorrectionConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of some rows and its metrics (0-dim tensors, each a sum over rows, additive like the
-    loss).
+    """The loss of some rows and its metrics: 0-dim tensors, sums over rows that add up alike.
 
-    Without `totals` these rows are the batch. `correction` is looked at where the policy's own
-    logprobs complete it here: with another anchor than prox, or without any (the policy is its
-    own).
+    Without `totals` these rows are the batch. `correction` is read where the policy's own logprobs
+    complete it here: with another anchor than prox, or with none (the policy is its own).
     """
     if totals is None:
         counted_BT = inputs.denominator_mask_BT
@@ -138,9 +137,7 @@ def policy_loss(
 
 
 def _terms(inputs: LossInputs) -> Terms:
-    """What formulas of losses are given: wide, without gradients but the policy's own, 0 outside
-    the mask.
-    """
+    """Inputs of loss formulas: wide, detached but for the policy's logprobs, 0 outside the mask."""
     assert inputs.anchor_logprobs_BT is not None
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = wide(inputs.logprobs_BT.masked_fill(~mask_BT, 0.0))
@@ -269,7 +266,7 @@ def over_trained(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def row_scale(inputs: LossInputs, reduction: Reduction, totals: Totals) -> Tensor:
-    """What each row's sum of token losses is multiplied by; 0 where a row has no counted token."""
+    """Coefficient of each row's sum of token losses; 0 for a row without a counted token."""
     counts_B = inputs.denominator_mask_BT.bool().sum(dim=1)
     filled_B = (counts_B > 0).double()
     if reduction == Reduction.token_mean:
@@ -300,9 +297,7 @@ def _extent(mask_BT: Tensor) -> int:
 def _correct_now(
     inputs: LossInputs, prox_BT: Tensor, correction: CorrectionConfig
 ) -> tuple[LogRatio, Tensor, Tensor]:
-    """Log-ratio, weights and mask by logprobs that are known only now. Denominators stay those of
-    the batch.
-    """
+    """Log-ratio, weights and mask by the update's own logprobs; denominators stay the batch's."""
     mask_BT = inputs.mask_BT.bool()
     turns_BT = inputs.turns_BT
     return correct_micro_batch(

@@ -1,13 +1,11 @@
-"""Table of policy losses (ppo, gspo, cispo, dppo, ...): each one's formula per token, keys, and
-demands on a recipe.
+"""Table of policy losses (ppo, gspo, cispo, dppo, ...): formula per token, keys, demands on recipe.
 
 A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the
 default reduction follow the table. The config reads it too, which loads no torch: formulas call the
 methods of their tensors, and what needs torch itself is a method of `Terms`.
 
-A formula returns the loss of every token, weighted, and where its clip was active. Positions
-outside the mask may hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r =
-exp(x).
+A formula returns the weighted loss of every token, and where its clip was active. Positions outside
+the mask may hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r = exp(x).
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """
@@ -123,7 +121,7 @@ def sapo(terms: Terms, config: LossConfig) -> Result:
 
 
 def gmpo(terms: Terms, config: LossConfig) -> Result:
-    """One loss per row, spread over its tokens; token weights enter as their geometric mean."""
+    """GMPO: a loss per row, at each of its tokens; token weights enter as their geometric mean."""
     sign_B1 = terms.advantages_B1.sign()
     shift_BT = terms.shift_BT
     plain_BT = sign_B1 * shift_BT
@@ -140,9 +138,7 @@ def gmpo(terms: Terms, config: LossConfig) -> Result:
 
 
 def dppo(terms: Terms, config: LossConfig) -> Result:
-    """A token counts inside a trust region of probabilities, or when its step leads back towards
-    it.
-    """
+    """DPPO: a token counts inside a trust region of probabilities, or if its step leads back."""
     logprobs_BT = terms.logprobs_BT.detach()
     anchor_BT = terms.anchor_BT
     prob_BT = logprobs_BT.clamp(max=0.0).exp()
@@ -168,9 +164,7 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
 def _binary_kl(
     p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float
 ) -> Tensor:
-    """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to
-    1.
-    """
+    """KL between Bernoulli p and q. Tails use log1p, bounded where a probability rounds to 1."""
     log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
     log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()
     return p_BT * (log_p_BT - log_q_BT) + (1.0 - p_BT) * (log_tail_p_BT - log_tail_q_BT)

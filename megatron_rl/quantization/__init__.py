@@ -1,1 +1,1 @@
-"""What a weight format is: which layers, the quantizers, smoothing, scales."""
+"""Weight formats: quantized layers, quantizers, smoothing, scales."""

@@ -17,9 +17,7 @@ from megatron_rl.quantization.formats import FP8_MAX, SCALE_DTYPE
 
 
 class CacheScales:
-    """The scales, equal on every rank. `take_cache_amax`: [L, 2] of what this rank saw since it was
-    last asked.
-    """
+    """Scales, equal on every rank. `take_cache_amax`: this rank's new maxima, [L, 2]."""
 
     def __init__(
         self, layers: int, world: Group, take_cache_amax: Callable[[], torch.Tensor]

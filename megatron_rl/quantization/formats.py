@@ -1,8 +1,8 @@
-"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): which layers are quantized, into
-what tensors, where that runs, and the quantization_config that tells vLLM. Torch-free.
+"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): the layers quantized, the tensors
+they become, the machines that run them, and the quantization_config for vLLM. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input
-features.
+features of a weight.
 """
 
 import platform
@@ -28,7 +28,7 @@ FP8_CAPABILITY = 8.9
 
 @dataclass(frozen=True)
 class Quantized:
-    """How a format holds the weights of a quantized layer."""
+    """Representation of a quantized layer's weights in a format."""
 
     dtype: str
     largest: float  # magnitude that the dtype expresses
@@ -68,9 +68,7 @@ NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.g
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry of `ignore` names this module: in full, or as a `re:` pattern matched from
-    the start.
-    """
+    """True if an entry of `ignore` matches this module, in full or as a `re:` pattern."""
     return any(
         re.match(entry[3:], module) if entry.startswith("re:") else entry == module
         for entry in ignore
@@ -78,7 +76,7 @@ def is_ignored(module: str, ignore: Sequence[str]) -> bool:
 
 
 def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bool:
-    """Whether the engine of this format holds the parameter `hf_name` quantized."""
+    """True if an engine of this format holds the parameter `hf_name` quantized."""
     if format == Format.none or not hf_name.endswith(".weight"):
         return False
     module = hf_name.removesuffix(".weight")
@@ -88,9 +86,7 @@ def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bo
 
 
 def format_problem(format: Format, kind: Device, name: str, capability: float | None) -> str | None:
-    """Why a machine's sampler cannot run a weight format; None where it can. `capability`: CUDA
-    compute capability.
-    """
+    """Reason that a machine cannot run a weight format, or None. `capability`: CUDA's."""
     integer = format in QUANTIZED and QUANTIZED[format].integer
     if integer and capability is not None and capability >= BLACKWELL:
         return f"INT8 W8A8 has no kernel on {name} (compute capability {capability}); use fp8"
@@ -110,9 +106,10 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
 def quantization_config(
     format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
 ) -> dict[str, Any] | None:
-    """Of config.json: W8A8, weights per output channel, activations per token; fp8_block: per
-    128x128 block, per 128 inputs of a token. Without a weight format that of an FP8 cache alone, or
-    None.
+    """Entry of config.json: W8A8, weights per output channel, activations per token.
+
+    fp8_block: per 128x128 block, and per 128 inputs of a token. Without a weight format: that of an
+    FP8 cache alone, or None.
     """
     cache = {
         "num_bits": 8,
@@ -160,7 +157,7 @@ def quantization_config(
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor the sampler receives, and the part of it that comes from one rank."""
+    """A tensor that the sampler receives, and the part of it that comes from this rank."""
 
     tensor: TensorSpec
     dim: int | None  # None: every rank of the group holds the whole of it
@@ -182,9 +179,7 @@ class Output:
 def outputs(
     piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, split: bool
 ) -> list[Output]:
-    """The tensors that one rank's part of a Hugging Face tensor becomes; `split` where the group
-    shares it.
-    """
+    """Tensors that a rank's part of a Hugging Face tensor becomes; `split`: its group shares it."""
     runs = _runs(piece)
     dim = piece.dim if split else None
     if not is_quantized(piece.name, format, ignore):

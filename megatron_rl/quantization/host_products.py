@@ -3,9 +3,8 @@ instructions for them; codes and scales of activations, and rounding to BF16, as
 CPUs make them.
 
 BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in
-FP32 (docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they
-stay below 2^24. FP8: products are exact; the order of the sums shows in one output of ten thousand
-or fewer.
+FP32 (docs/decisions/host_kernels.md). INT8: sums are exact in any order, as long as they stay below
+2^24. FP8: products are exact; the order of the sums shows in one output of ten thousand or fewer.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -28,7 +27,7 @@ _REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its l
 
 
 def has_bf16() -> bool:
-    """Whether this processor multiplies BF16 itself, as torch uses it."""
+    """True if this processor multiplies BF16 by instructions that torch uses."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True  # not known to be slow
     there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -36,7 +35,7 @@ def has_bf16() -> bool:
 
 
 def has_fp8() -> bool:
-    """Whether vLLM leaves FP8 products to this processor: another arithmetic than `Fp8Weight`'s."""
+    """True if vLLM multiplies FP8 by this processor's instructions, unlike `Fp8Weight`."""
     return CPU_FLAGS.exists() and "amx_fp8" in CPU_FLAGS.read_text().split()
 
 
@@ -88,9 +87,7 @@ LEAST = -128.0
 
 @functools.cache
 def has_int8() -> bool:
-    """Whether torch multiplies INT8 with instructions for it here: others add pairs of products in
-    16 bits.
-    """
+    """True if torch multiplies INT8 exactly here: without VNNI pairs are added in 16 bits."""
     if not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()):
         return False
     codes = torch.full((64, 64), INT8_MAX, dtype=torch.int8)
@@ -127,18 +124,17 @@ def int8_codes(
 
 
 class Int8Weight:
-    """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per
-    token.
+    """INT8 codes with a scale per output feature, for INT8 activations with a scale per token.
 
-    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, or in
-    FP32.
+    Multiplied by the engine's kernel if it is installed and outputs are BF16; else by torch, or in
+    FP32 on processors without INT8.
     """
 
     codes = staticmethod(int8_codes)
     scale = staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
-        """Codes that are multiplied as such are not copied: nobody may change them."""
+        """Codes that are multiplied as such are not copied and must not be changed."""
         self.n = len(codes_NK)
         if has_int8():
             self._codes_NK = codes_NK.detach().contiguous()
@@ -176,9 +172,7 @@ class Int8Weight:
         bias_N: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Outputs, scaled in the order of oneDNN's kernel, so that they are its own to the last
-        bit.
-        """
+        """Outputs, scaled in the order of oneDNN's kernel, to equal it to the last bit."""
         out_MN = sums_MN.mul_(self._scale_N).mul_(scale_M1)
         if bias_N is not None:
             out_MN += bias_N
@@ -207,9 +201,7 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
 def fp8_codes(
     x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of activations and a scale per token, as vLLM makes them for its kernels on
-    hosts.
-    """
+    """FP8 codes of activations and a scale per token, as for vLLM's CPU kernels."""
     scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
     # the largest of a row may come out a rounding beyond FP8's largest
     codes_MK = (x_MK.float() * scale_M1.reciprocal()).clamp_(-FP8_MAX, FP8_MAX)
@@ -217,8 +209,7 @@ def fp8_codes(
 
 
 class Fp8Weight:
-    """A weight of FP8 codes with a scale per output feature, for FP8 activations with one per
-    token.
+    """FP8 codes with a scale per output feature, for FP8 activations with a scale per token.
 
     The codes are held in the type that this processor multiplies best.
     """

@@ -1,8 +1,7 @@
 """Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; their errors.
 
 Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that
-a shard quantized with the amax of the whole tensor holds the same bytes as the same slice of the
-quantized whole.
+a shard quantized with the amax of the whole tensor equals that slice of the quantized whole.
 
 Shapes: O output features, I input features, P and Q 128-blocks along O and I.
 """

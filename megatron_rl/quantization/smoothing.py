@@ -41,8 +41,7 @@ class Smoothing:
         world: Group,
         take_activation_amax: Callable[[], Tensor],
     ) -> None:
-        """`take_activation_amax` hands over [L, N, H] of what this rank alone has seen since it was
-        last asked.
+        """`take_activation_amax`: this rank's maxima [L, N, H] since its last call.
 
         `world`: all ranks of the learner.
         """
@@ -56,10 +55,9 @@ class Smoothing:
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
 
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
-        """Every rank calls this at the start of a sync; new scales are made where they are due.
+        """Make new scales if they are due; every rank calls this at the start of a sync.
 
-        `weight_amax`: [L, N, H], the largest magnitude in each column of the quantized readers this
-        rank holds.
+        `weight_amax`: [L, N, H], the largest magnitude per column of this rank's quantized readers.
         """
         if self._repeats:
             self._repeats = False
@@ -112,9 +110,7 @@ def column_amax(weight_OH: Tensor) -> Tensor:
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Powers of two for each norm's channels (last dimension); 1 where nothing was seen, or no
-    weight reads.
-    """
+    """Powers of two per channel (last dimension) of each norm; 1 without inputs or readers."""
     known = (
         (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
     )

@@ -1,9 +1,7 @@
-"""vLLM's CPU operators (INT8 products and codes, rotary embedding), by its library, without an
-import of vLLM: for the learner. An engine's worker asks only whether INT8 products are exact
-(engine/host_kernels.py).
+"""vLLM's CPU operators for the learner, without an import of vLLM: INT8 products, rotary embedding.
 
-The library is loaded in a twentieth of a second; INT8 weights are packed once. No other module
-calls `torch.ops._C`.
+An engine's worker only tests whether INT8 products are exact (engine/host_kernels.py). The library
+loads in 0.05 s; INT8 weights are packed once. No other module calls `torch.ops._C`.
 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.
 """
@@ -48,20 +46,18 @@ def _is_loaded() -> bool:
 
 
 def _has(*operators: str) -> bool:
-    """Whether vLLM's build for hosts is installed, and has these."""
+    """True if vLLM's build for CPUs is installed with these operators."""
     return _is_loaded() and all(hasattr(torch.ops._C, name) for name in operators)
 
 
 @functools.cache
 def has_int8() -> bool:
-    """Whether INT8 products are here, and exact on this processor."""
+    """True if INT8 products are available, and exact on this processor."""
     return torch.cpu._is_vnni_supported() and _has(*INT8_OPERATORS) and int8_is_exact()
 
 
 def int8_is_exact() -> bool:
-    """Whether pairs of such products are summed in more than 16 bits, which they do not fit
-    into.
-    """
+    """True if pairs of products are summed in more than 16 bits, where they may overflow."""
     codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
     ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
     sums = Int8Kernel(codes, ones, torch.float32).product(codes, ones, None)

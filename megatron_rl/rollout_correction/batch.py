@@ -25,9 +25,7 @@ from megatron_rl.rollout_correction.weights import (
 
 @dataclass(frozen=True)
 class Source:
-    """What a correction was made from: references, no copies. `prox` is None where only the loss
-    will know.
-    """
+    """Inputs of a correction: references, no copies. `prox` is None if the loss computes it."""
 
     prox_logprobs_BT: Tensor | None
     sampler_logprobs_BT: Tensor
@@ -51,9 +49,7 @@ class Source:
 
 
 class BatchWork:
-    """One batch on its way through the correction. `weights_BT` holds d until `weigh` replaces
-    it.
-    """
+    """Intermediate state of a correction. `weights_BT` holds d until `weigh` replaces it."""
 
     def __init__(self, source: Source, config: CorrectionConfig) -> None:
         self.source = source
@@ -74,9 +70,7 @@ class BatchWork:
         self.needs_all_rows = bool(self.budget_rules) or config.weight.target_ess is not None
 
     def observe(self, rows: slice) -> None:
-        """The log-ratio of some rows, what it says about the mismatch, and the rules with
-        bounds.
-        """
+        """Compute the log-ratio of some rows, their mismatch sums, and the rules with bounds."""
         ratio = self.source.ratio(rows, self.config, out_BT=self.weights_BT[rows])
         kept_BT = ratio.stays_BT
         for rule in self.bounded_rules:
@@ -88,9 +82,7 @@ class BatchWork:
         self.ratios[rows.start] = replace(ratio) if self.needs_all_rows else ratio
 
     def apply_budgets(self) -> None:
-        """Rules with a budget look at the statistic of the whole batch, before any rule has masked
-        anything.
-        """
+        """Apply rules with a budget to the statistic of the whole batch before any rule masked."""
         for rule in self.budget_rules:
             assert rule.budget is not None
             pieces = [stat_of(rule, ratio)[judged(rule, ratio)] for ratio in self.ratios.values()]
@@ -173,18 +165,14 @@ def weigh_rows(
 def apply_weights(
     config: WeightConfig, ratio: LogRatio, bounded: Tensor, kept_BT: Tensor, out_BT: Tensor
 ) -> Tensor:
-    """Weights of kept tokens into `out_BT`, 0 elsewhere, from bounded ratios in the shape of the
-    level.
-    """
+    """Write weights of kept tokens to `out_BT`, 0 elsewhere, from bounded ratios of the level."""
     torch.mul(ratio.at_tokens(config.level, bounded), as_float(kept_BT), out=out_BT)
     ratio.fix_weights_(out_BT, kept_BT)
     return out_BT
 
 
 def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:
-    """Divide by the mean weight: over kept tokens, or over rows or turns with a kept token. Returns
-    the factor.
-    """
+    """Divide by the mean weight over kept tokens, or rows or turns with one. Return the factor."""
     if not config.normalize or config.level == Level.none:
         return 1.0
     if config.level in (Level.sequence, Level.turn):
@@ -227,7 +215,7 @@ def weight_quality(
     advantages_B: Tensor,
     config: CorrectionConfig,
 ) -> dict[str, float]:
-    """What bounding the weights costs: the shift of mean(w A), and the variance of that mean."""
+    """Cost of bounding the weights: the shift of mean(w A), and the variance of that mean."""
     total = torch.zeros(3, dtype=torch.float64, device=advantages_B.device)
     kept = int(mask_BT.sum())
     for rows in row_chunks(mask_BT):

@@ -51,7 +51,7 @@ PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Slice:
-    """One part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
+    """Part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
 
     by: str  # one of CUTS
     label: str
@@ -74,8 +74,7 @@ def breakdowns(
     formats: Sequence[str] | None = None,
     sessions: Batch | None = None,
 ) -> list[Slice]:
-    """Slices with at least one token, in the order of their labels; tokens without a ratio are left
-    out.
+    """Slices with at least one token, ordered by label; tokens without a ratio are left out.
 
     `sessions`: the batch itself, where it has turns. Staleness is `policy_version` (the newest of
     the batch where it is None) less the token's version.
@@ -170,9 +169,7 @@ def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[
 
 @torch.no_grad()
 def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
-    """The mismatch of each weight format of a mixed fleet; nothing where one format answered
-    everything.
-    """
+    """Mismatch of each weight format of a mixed fleet; empty if a single one was used."""
     formats_B = batch.formats_B
     if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
         return {}
@@ -187,11 +184,9 @@ def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[st
 def mismatch_by_age(
     prox_logprobs_BT: Tensor | None, batch: Batch, version: int
 ) -> dict[str, float]:
-    """The mismatch of fresh tokens, which is numerics alone, and of older ones, which holds what
-    was learned since.
+    """Mismatch of fresh tokens (numerics alone), and of older ones (which includes learning).
 
-    `version`: the learner's. Nothing where all tokens are fresh: `rollout_corr/kl` and so on are of
-    them then.
+    `version`: the learner's. Empty where all tokens are fresh: `rollout_corr/kl` etc. are theirs.
     """
     old_BT = batch.token_versions_BT < version
     if prox_logprobs_BT is None or not bool((old_BT & batch.mask_BT).any()):
@@ -245,9 +240,7 @@ class _Tokens:
 
 
 def pooled(parts: Iterable[Slice]) -> list[Slice]:
-    """The slices of several batches as those of one, cut by cut and in the order of their
-    labels.
-    """
+    """Merge the slices of several batches, cut by cut and ordered by label."""
     groups: dict[tuple[str, str], list[Slice]] = {}
     for part in parts:
         groups.setdefault((part.by, part.label), []).append(part)

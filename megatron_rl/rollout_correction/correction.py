@@ -45,9 +45,7 @@ from megatron_rl.rollout_correction.weights import bound, raw_ratio
 
 @dataclass(frozen=True)
 class Correction:
-    """`weights_BT` is 0 where `mask_BT` is false; `denominator_mask_BT` is what reductions
-    count.
-    """
+    """`weights_BT` is 0 where `mask_BT` is false; reductions count `denominator_mask_BT`."""
 
     weights_BT: Tensor  # float32, detached
     mask_BT: Tensor  # bool: tokens that are trained on
@@ -59,11 +57,10 @@ class Correction:
     cap: float | None = None  # in force: weight.high, or the one that was solved for target_ess
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
-        """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
+        """Rows that count in their group's baseline: `keep_N` of `group_advantages`.
 
-        With `rebaseline`, neither those that rules have rejected, nor those whose mask was empty
-        before (truncated answers under reward.overlong_filter); whatever leaves after the baseline
-        still counts.
+        With `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
+        (truncated responses under reward.overlong_filter); later departures still count.
         """
         if config.rebaseline:
             return filled(self.source.mask_BT) & ~self.rejected_B
@@ -78,10 +75,9 @@ def correct(
 ) -> tuple[Correction, Tensor]:
     """A batch's correction and its advantages, float32 [B].
 
-    Correction first, so that rejected answers can leave their group's baseline; then the
-    advantages; then the rules that look at them. An answer without a score is in neither the mask
-    nor the baseline. Without an anchor the loss completes the correction, and `completed` says
-    afterwards what it did.
+    Correction first, so that rejected responses can leave their group's baseline; then the
+    advantages; then the rules that read them. A response without a score is in neither the mask nor
+    the baseline. Without an anchor the loss completes the correction (`completed`).
     """
     prox_BT = anchor_logprobs_BT if config.anchor == Anchor.prox else None
     correction = rollout_correction(
@@ -102,11 +98,10 @@ def completed(
     config: CorrectionConfig,
     advantage: AdvantageConfig,
 ) -> Correction:
-    """Redo a correction, for its metrics, with the policy's logprobs that the batch's only update
-    has computed.
+    """Redo a correction, for its metrics, with the logprobs of the batch's only update.
 
-    They are NaN in rows that the update did not look at; those are not measured. Weights and masks
-    are what the loss has used.
+    They are NaN in rows that the update skipped; those are not measured. Weights and masks are the
+    ones that the loss has used.
     """
     seen_B1 = filled(correction.mask_BT)[:, None]
     if not seen_B1.any():
@@ -124,12 +119,11 @@ def rollout_correction(
     config: CorrectionConfig,
     turns_BT: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics of the global batch, or of the loss's rows; without turns each row
-    is one.
+    """Weights, mask and metrics of the global batch or the loss's rows; without turns a row is one.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the
-    batch) hand over None here, and give `config` to `policy_loss`, which finishes the correction
-    from the policy's own logprobs.
+    batch) pass None, and give `config` to `policy_loss`, which finishes the correction from the
+    policy's own logprobs.
     """
     source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool(), turns_BT)
     _check(source, config)
@@ -193,9 +187,7 @@ def correct_micro_batch(
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
-    """Updates of the learner since each token was sampled, where the loss asks for them. `version`:
-    the learner's.
-    """
+    """Learner updates since each token was sampled, if the loss needs them; `version`: now."""
     if config.anchor == Anchor.interpolated:
         return (version - batch.token_versions_BT).clamp(min=0).float()
     return None
@@ -246,9 +238,7 @@ def _check(source: Source, config: CorrectionConfig) -> None:
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
-    """Correction without the learner's logprobs: only non-finite logprobs of the sampler are
-    masked.
-    """
+    """Correction without the learner's logprobs: masks non-finite logprobs of the sampler."""
     for key in of_the_whole_batch(config):
         raise ValueError(
             f"{key} needs the learner's logprobs of the whole batch before the loss; they are None"
@@ -274,9 +264,7 @@ def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
 
 @torch.no_grad()
 def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) -> Correction:
-    """Rows that the advantages could not use (a group with one survivor) leave like rejected
-    ones.
-    """
+    """Drop rows that the advantages cannot use (a group with one survivor), like rejected ones."""
     return _narrow(correction, correction.mask_BT & keep_B.bool()[:, None], config)
 
 

@@ -20,12 +20,11 @@ def learner_reward(
     mask_NT: Tensor,
     sessions_N2: Tensor | None = None,
 ) -> dict[str, float]:
-    """`reward/learner_estimate` and its standard error, self-normalised; beside it stands
-    `reward/sampler_mean`.
+    """Self-normalised `reward/learner_estimate` and its standard error.
 
-    Hand over all generated rollouts: a filter that looked at rewards has already moved the mean.
-    Tokens without a ratio count as ratio 1; rollouts without a finite reward are left out.
-    `sessions_N2`: group and sample of each row, where a sample may have several.
+    Pass all generated rollouts: a filter by rewards has already moved the mean. Tokens without a
+    ratio count as ratio 1; rollouts without a finite reward are left out. `sessions_N2`: group and
+    sample of each row, where a sample may have several.
     """
     scored_N = torch.isfinite(rewards_N)
     rewards = rewards_N[scored_N].double()

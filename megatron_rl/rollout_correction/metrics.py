@@ -30,10 +30,9 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 class Moments:
-    """Means and products of distances from them, merged slice by slice so that nothing large
-    cancels.
+    """Means and products of deviations, merged slice by slice so that nothing large cancels.
 
-    A plain float32 sum of squares loses a spread that is small beside the mean.
+    A plain float32 sum of squares loses a variance that is small beside the mean.
     """
 
     def __init__(self, quantities: int) -> None:
@@ -79,9 +78,7 @@ def extremes(
 
 
 def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
-    """Sums over tokens with a ratio, left on the device; those of micro-batches add up to the
-    batch's means.
-    """
+    """Sums over tokens with a ratio, on the device; additive over micro-batches."""
     d_BT = ratio.d_BT
     excess_BT = ratio.bounded_d_BT.expm1()
     counted_BT = ratio.counted_float_BT
@@ -101,7 +98,7 @@ def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
 
 
 class MismatchSums:
-    """Everything that describes p against mu, whatever weights are chosen."""
+    """Sums that describe p against mu, for any choice of weights."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.d = self.error = 0.0
@@ -216,9 +213,7 @@ class MismatchSums:
 
 
 class WeightSums:
-    """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still
-    speaks.
-    """
+    """Sums of applied weights at kept tokens; with `level: none` of raw ratios, for the ESS."""
 
     def __init__(self) -> None:
         self.square = 0.0

@@ -1,6 +1,5 @@
-"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as
-the recipe says; sums, means and extremes of such values by row, turn or prefix; slices of a batch's
-rows.
+"""Log-ratio of each token, learner's logprob less the sampler's; treatment of non-finite values;
+sums, means and extremes of token values by row, turn or prefix; slices of a batch's rows.
 
 Shape legend: B sequences, T response positions.
 """
@@ -58,9 +57,7 @@ def wide(logprobs: Tensor) -> Tensor:
 
 
 def as_float(mask_BT: Tensor) -> Tensor:
-    """A bool mask as float32, read as bytes: several times faster on hosts than converting
-    bools.
-    """
+    """Convert a bool mask to float32 by way of bytes, several times faster on CPUs."""
     return mask_BT.view(torch.uint8).float()
 
 
@@ -113,9 +110,7 @@ class LogRatio:
 
     @cached_property
     def prob_BT(self) -> Tensor:
-        """The learner's probability, 0 where there is no ratio. Only the upper end needs a
-        bound.
-        """
+        """The learner's probability, 0 without a ratio. Only the upper end needs a bound."""
         return self.prox_BT.clamp(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
 
     @cached_property
@@ -132,9 +127,7 @@ class LogRatio:
         return self.prob_BT * self.inverse_BT
 
     def probabilities(self) -> tuple[Tensor, Tensor]:
-        """The learner's and the sampler's, for the caller to write to; what they were made of is
-        let go.
-        """
+        """The learner's and the sampler's, for the caller to write to; frees their inputs."""
         found = self.prob_BT, self.sampler_prob_BT
         for name in ("prox_BT", "inverse_BT", "prob_BT", "sampler_prob_BT"):
             self.__dict__.pop(name, None)
@@ -169,9 +162,7 @@ class LogRatio:
         return Turns.of(self.turns_BT)
 
     def sums(self, level: Level, values_BT: Tensor) -> Tensor:
-        """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to
-        each token.
-        """
+        """Sums of values, 0 at uncounted tokens: [B, 1] per row, [B, K] turn or [B, T] prefix."""
         if level == Level.prefix:
             return values_BT.cumsum(dim=1)
         if level == Level.turn and self.turns is not None:
@@ -207,7 +198,7 @@ class LogRatio:
         return self.totals(level) / self.counts(level).clamp(min=1.0)
 
     def at_tokens(self, level: Level, values: Tensor) -> Tensor:
-        """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
+        """Results of `sums` and its kin in a shape that broadcasts to [B, T]."""
         if level == Level.turn and self.turns is not None:
             return self.turns.at_tokens(values)
         return values
@@ -250,9 +241,7 @@ def exact_log_ratio(
     out_BT: Tensor,
     turns_BT: Tensor | None = None,
 ) -> LogRatio:
-    """The log-ratio of rows that may hold anything. Never waits for a device, unless `policy` is to
-    raise.
-    """
+    """The log-ratio of rows that may hold anything. Waits for the device if `policy` may raise."""
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
     return replace(

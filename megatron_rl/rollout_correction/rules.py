@@ -1,5 +1,4 @@
-"""Reject rules: a statistic of log-ratios per token, prefix, turn or row, what its bounds reject, a
-budget's cutoff.
+"""Reject rules: a statistic of log-ratios per token, prefix, turn or row; bounds; budget cutoff.
 
 Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -37,9 +36,7 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
 
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
-    """How far apart two coins are that fall on the token or not: what the sampled token alone says
-    for certain.
-    """
+    """TV or KL of the Bernoulli variable "token or not": a lower bound of the distributions'."""
     if stat == Stat.tv:
         return (ratio.prob_BT - ratio.sampler_prob_BT).abs_()
     # heads for sure would make the other face's ratio 0 / 0
@@ -59,9 +56,7 @@ def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor) -> Tensor:
 
 
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """The statistic of each row, turn or prefix in the shape of `ratio.sums`; meaningless where no
-    token counts.
-    """
+    """The statistic per row, turn or prefix, shaped as `ratio.sums`; undefined without tokens."""
     # for the ratio it is d that is summed or averaged: the product, or the geometric mean
     if rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean):
         return bounded_exp(
@@ -80,9 +75,7 @@ def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 
 def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """[B, T] for rules on tokens and prefixes, [B, 1] for those on sequences, one column for each
-    turn.
-    """
+    """[B, T] for rules on tokens and prefixes, [B, 1] for sequences, [B, K] for turns."""
     if rule.level == Level.token:
         return token_stat(rule.stat, ratio)
     return reduced_stat(rule, ratio)
@@ -114,10 +107,9 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 
 def budget_cutoff(values: Tensor, budget: float) -> float:
-    """The smallest excluded value: those below it average at most `budget`; infinite when all do.
+    """The smallest excluded value: those below it average at most `budget`; infinite if all do.
 
-    Equal values are kept or excluded together, so that the answer does not depend on the order of
-    rows.
+    Equal values are kept or excluded together: the result does not depend on the order of rows.
     """
     ascending = values.flatten().sort().values
     running_mean = ascending.double().cumsum(0) / torch.arange(

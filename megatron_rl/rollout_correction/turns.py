@@ -1,8 +1,6 @@
-"""Reduces token values to one number per turn of each row (sum, minimum, maximum), and spreads it
-back to the tokens.
+"""Reductions of token values to a number per turn of each row, and their broadcast to tokens.
 
-Shape legend: B sequences, T response positions, K turns and the tokens of none, R runs of tokens of
-one turn.
+Shape legend: B sequences, T response positions, K turns and the tokens of none, R runs of a turn.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Turns:
-    """Neighbours of one turn are a run, reduced in one pass; on hosts by numpy, in a quarter of
-    torch's time.
-    """
+    """Runs of neighbours of one turn, reduced in a pass; on CPUs by numpy, four times faster."""
 
     starts_R: Tensor  # int64: each run's first token, row after row
     cells_R: Tensor  # int64: each run's place in a flat [B, K]

@@ -1,5 +1,4 @@
-"""Importance weights from log-ratios: level, bounds, the cap that meets a target effective sample
-size.
+"""Importance weights from log-ratios: level, bounds, the cap that meets a target ESS.
 
 Shape legend: B sequences, T response positions. d = p - mu.
 """
@@ -18,9 +17,7 @@ SEARCH_STEPS = 40
 
 
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
-    """The ratio before any bound: [B, T] per token and prefix, [B, 1] per sequence, one column for
-    each turn.
-    """
+    """The unbounded ratio: [B, T] per token and prefix, [B, 1] per sequence, a column per turn."""
     if config.level in (Level.none, Level.token):
         return ratio.rho_BT
     return bounded_exp(aggregated(config.level, config.aggregate, ratio))
@@ -34,9 +31,7 @@ def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
 
 
 def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
-    """1 for each token, turn or row that is kept, in the shape of its raw ratio: what the bounds
-    act on.
-    """
+    """1 per kept token, turn or row, shaped as its raw ratio: the units that bounds act on."""
     if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
         return (ratio.counts_BK > 0).float()
     if config.level in (Level.sequence, Level.turn):
@@ -81,7 +76,7 @@ class Weighted:
 def _sums(
     parts: Sequence[Weighted], config: WeightConfig, cap: float | None
 ) -> tuple[float, float]:
-    """Of the weights of all kept tokens, and of their squares."""
+    """Sums of the weights of all kept tokens, and of their squares."""
     total = float(sum(part.fixed_ones for part in parts))
     square = total
     for part in parts:

@@ -68,7 +68,7 @@ class IndexedTensor:
 
 
 def read_index(folder: Path) -> dict[str, IndexedTensor]:
-    """The tensors of a checkpoint by key; CheckpointError says what is wrong with it."""
+    """Tensors of a checkpoint by key; raises CheckpointError with the defect."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
     if not (folder / BACKEND_FILE).is_file():
@@ -214,9 +214,7 @@ def _is(value: Any, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter's place in a checkpoint: a key, and its index along the leading axes stacked
-    there.
-    """
+    """A parameter's place in a checkpoint: key, and index along the leading axes stacked there."""
 
     key: str
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
@@ -224,9 +222,7 @@ class Entry:
 
 
 def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
-    """Places where megatron-core keeps a parameter, by the spelling of its name; like layers are
-    `stacked`.
-    """
+    """Places of a parameter in megatron-core's checkpoints by spelling; like layers `stacked`."""
     found: dict[str, Entry] = {}
     for spelling in param.row.megatron:
         key = spelling
@@ -258,9 +254,7 @@ def locate(
 
 
 def misfit(kept: IndexedTensor, entry: Entry, padded: bool) -> str | None:
-    """How a stored tensor differs from what config.json promises. `padded`: its vocabulary may
-    be.
-    """
+    """Difference of a stored tensor from config.json. `padded`: the vocabulary may be padded."""
     if (param := entry.param) is None:
         return None
     axes = len(entry.axes)
@@ -276,7 +270,7 @@ def misfit(kept: IndexedTensor, entry: Entry, padded: bool) -> str | None:
 
 
 def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """How a checkpoint differs from what config.json promises, as far as its index says."""
+    """Differences between a checkpoint's index and config.json."""
     try:
         tensors = read_index(folder)
     except CheckpointError as error:

@@ -26,9 +26,7 @@ from megatron_rl.models.tensors import TensorSpec, torch_dtype
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A whole parameter as a checkpoint holds it, in every spelling (Transformer Engine fuses
-    norms).
-    """
+    """Blocks of a whole parameter in a checkpoint of any spelling (TE fuses norms)."""
     local = assemble(param, shape, Layout(), Place(), tensors)
     for entry in index.entries(param, shape, stacked=not shape.dense_layers):
         yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
@@ -44,9 +42,7 @@ class Reader:
 
     @property
     def holds_adapters(self) -> bool:
-        """Whether a run of learner.lora has written it: adapters, without the model beneath
-        them.
-        """
+        """True if a run of learner.lora wrote it: adapters without the model."""
         return any(ADAPTER_KEY in key for key in self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> index.Entry:
@@ -76,10 +72,9 @@ class Reader:
         kind: str = "",
         padded: bool = False,
     ) -> torch.Tensor:
-        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then
-        optimizer.state.exp_avg.
+        """Read a block of a parameter, or of its optimizer state (`kind`: optimizer.state.exp_avg).
 
-        `padded`: the vocabulary may be, as megatron-core's own checkpoints have it.
+        `padded`: the vocabulary may be padded, as in megatron-core's own checkpoints.
         """
         key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:

@@ -48,9 +48,7 @@ def part_of(
     values: torch.Tensor,
     kind: str = "",
 ) -> Block:
-    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then
-    optimizer.state.exp_avg.
-    """
+    """Part of a parameter, or of its optimizer state: `kind` is then optimizer.state.exp_avg."""
     leading = tuple(length for _, length in entry.axes)
     stacked = tuple(index for index, _ in entry.axes)
     return Block(
@@ -64,9 +62,7 @@ def part_of(
 def write_blocks(
     path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Writes one file; returns what the index must know of it. `between`: called after each
-    block.
-    """
+    """Write a file; return its entries for the index. `between`: called after each block."""
     written = []
     with path.open("wb") as file:
         for block in blocks:

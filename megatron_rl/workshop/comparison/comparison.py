@@ -32,7 +32,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 @dataclass(frozen=True)
 class Result:
-    """One run, as far as a comparison looks at it."""
+    """Numbers and curves of a run that a comparison reads."""
 
     name: str
     seed: int | None
@@ -79,9 +79,7 @@ class Cell:
         return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
 
     def outcome(self) -> tuple[object, ...]:
-        """What each run came to, but for the time it took: equal in two cells that nothing told
-        apart.
-        """
+        """Results of each run but for its time: equal in two cells of identical runs."""
         return tuple(
             (
                 one.seed,
@@ -198,10 +196,10 @@ class Comparison:
 
 
 def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
-    """Whether `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
+    """Test if `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
 
-    The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None: one
-    seed, or none.
+    The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None:
+    fewer than two seeds.
     """
     above = a.by_seed(number)
     below = b.by_seed(number)

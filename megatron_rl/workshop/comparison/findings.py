@@ -1,6 +1,4 @@
-"""Sentences on a comparison: which label to take, what is best where beyond noise, and how far from
-the reference.
-"""
+"""Sentences on a comparison: recommended label, best beyond noise, distance from the reference."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ TEST = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One place of a comparison: the cells compared there that have all their runs."""
+    """Ranking at one place of a comparison, among the cells that have all their runs."""
 
     place: tuple[str, ...]
     best: Cell
@@ -101,7 +99,7 @@ def _differ(cells: Sequence[Cell]) -> str:
 
 
 def recommendation(comparison: Comparison) -> str:
-    """Which of the compared labels to take, as far as the runs can say it."""
+    """Recommend one of the compared labels, as far as the runs support it."""
     judged = [one for one in findings(comparison) if one.seeds > 1 and (one.beaten or one.level)]
     axis = comparison.axes[-1]
     if not judged:
@@ -133,7 +131,7 @@ def recommendation(comparison: Comparison) -> str:
 
 
 def beside_reference(comparison: Comparison) -> Iterator[str]:
-    """How far the best of each place is from the reference."""
+    """Distance of the best of each place from the reference."""
     reference = comparison.beside()
     if reference is None or not reference.by_seed(AREA):
         return

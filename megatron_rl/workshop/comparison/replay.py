@@ -1,6 +1,6 @@
-"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded,
-then of its sessions' mismatch and of its busiest experts, where these were recorded; nothing is
-trained.
+"""`megatron-rl replay`: metrics of other corrections on the batches that a run recorded.
+
+Tables of its sessions' mismatch and of its busiest experts follow, if recorded. Nothing is trained.
 
 Shape suffixes: B sequences, T response positions (right-padded).
 """
@@ -33,9 +33,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> str:
-    """The run's own correction and the named presets, with overrides on top, on everything that it
-    recorded.
-    """
+    """Replay the run's correction and the named presets, with overrides, on all it recorded."""
     run = RunDir(folder)
     own = recorded_config(run.config)
     presets = {
@@ -94,9 +92,7 @@ def _metrics(
 
 
 def expert_table(recorded: Sequence[Recorded]) -> str:
-    """Where the sampler has sent the tokens, by layer, of steps that recorded it
-    (log.record_experts).
-    """
+    """Table of the experts that tokens went to, by layer, if recorded (log.record_experts)."""
     told = [one.batch.experts_PLK for one in recorded if one.batch.experts_PLK is not None]
     if not told:
         return ""

@@ -49,9 +49,7 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], list[list[Any]]]:
-    """One row for each run: its labels, its seed, how it ended, its numbers, and its correction key
-    by key.
-    """
+    """Head and rows of a table of runs: labels, seed, state, numbers, correction key by key."""
     corrections = {
         name: dict(flatten(in_columns({"correction": run.setting("correction", {})})))
         for name, run in runs.items()

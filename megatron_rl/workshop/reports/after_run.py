@@ -4,10 +4,9 @@ from megatron_rl.runs.run_dir import RunDir
 
 
 def finish(run: RunDir) -> str:
-    """Write the report, once there is a line of metrics.
+    """Write the report if there is a line of metrics; return a line with its path or the failure.
 
-    Returns where it lies or what prevented it, empty without a line: nothing hides how the run
-    ended.
+    It never raises, so that the end of the run stays visible.
     """
     try:
         if not run.metrics.is_file() or not run.metrics.stat().st_size:

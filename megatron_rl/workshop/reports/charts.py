@@ -1,7 +1,6 @@
 """Look of plotly figures, and charts of metrics over steps.
 
-One run: a colour is a quantity. Several: a colour is a run, and a dash pattern tells quantities
-apart.
+For a single run a colour is a quantity; for several a colour is a run, a dash pattern a quantity.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""Plotly figures of runs (groups, ratios, mismatch, times, lanes); None where no run has the
-data.
-"""
+"""Plotly figures of runs (groups, ratios, mismatch, times, lanes); None if no run has the data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -101,9 +99,7 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
 
 
 def weight_bounds(run: RunData) -> list[float | None]:
-    """Bounds at which a token's ratio is clamped; those of a sequence weight act on another
-    quantity.
-    """
+    """Bounds that clamp a token's ratio; empty for sequence weights, which clamp another ratio."""
     if run.setting("correction.weight.level", "none") != "token":
         return []
     bounds = [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
@@ -111,9 +107,7 @@ def weight_bounds(run: RunData) -> list[float | None]:
 
 
 def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | None:
-    """Mean absolute logprob difference of the recorded tokens along one cut; None where all are
-    alike.
-    """
+    """Mean absolute logprob difference of recorded tokens along one cut; None for one value."""
     parts = [{part.label: part for part in run.mismatch if part.by == by} for run in runs]
     labels = [part.label for part in pooled(part for found in parts for part in found.values())]
     if len(labels) < 2:
@@ -135,7 +129,7 @@ def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | N
 
 
 def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.Figure | None:
-    """One run: seconds per step by phase, stacked. Several: the mean step of each, as a bar."""
+    """Seconds per step by phase, stacked, for a single run; for several the mean step of each."""
     figure = go.Figure()
     several = len(runs) > 1
     for phase, paint in phases.items():
@@ -160,7 +154,7 @@ def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.
 
 
 def lanes(runs: Sequence[RunData]) -> go.Figure | None:
-    """Who worked when, for a few steps of one run; pale: the learner waits for answers."""
+    """Spans of work in a few steps of a run; pale while the learner waits for responses."""
     spans = runs[0].lanes if len(runs) == 1 else []
     if not any(one.lane == "sampler" for one in spans):
         return None

@@ -1,6 +1,4 @@
-"""`megatron-rl status` and `watch`: progress of runs, out of what they have written; they are not
-disturbed.
-"""
+"""`megatron-rl status` and `watch`: progress of runs, read from their files alone."""
 
 import statistics
 import sys
@@ -31,7 +29,7 @@ SHOWN = (
 
 
 def describe(path: Path) -> str:
-    """One run: its state, rate, scores, alarms, and where it can be resumed from."""
+    """Describe a run: state, rate, scores, alarms, and the step to resume from."""
     run = load_run(path)
     rows = [("", _state(run)), *_rows(run)]
     width = max(len(label) for label, _ in rows)
@@ -40,9 +38,7 @@ def describe(path: Path) -> str:
 
 
 def ended(path: Path) -> bool:
-    """Whether nothing more will be written; a status that cannot be read now may be readable
-    later.
-    """
+    """True if nothing more will be written; a status unreadable now may be readable later."""
     return load_run(path).status.get("state") in ENDED or not RunDir(path).status.exists()
 
 

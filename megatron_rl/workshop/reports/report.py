@@ -96,9 +96,7 @@ def headline_numbers(run: RunData) -> dict[str, str]:
 
 
 def setup(run: RunData) -> str:
-    """Formats, layout, correction and loss in one line, as far as a torn configuration holds
-    them.
-    """
+    """Formats, layout, correction and loss in one line, as far as the configuration is readable."""
     return readable(RunDir(run.path).config, lambda _: _setup(run), "", run.unreadable)
 
 

@@ -157,9 +157,7 @@ def load_run(path: Path) -> RunData:
 
 
 def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
-    """Read a file, which may be torn in any way: that goes to `problems`, and the others are still
-    shown.
-    """
+    """Read a file that may be corrupt: an error goes to `problems`, and the rest is still shown."""
     try:
         return read(path)
     except Exception as error:
@@ -178,7 +176,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def load_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Runs with distinct names: folders of the same name are told apart by their paths."""
+    """Load runs under distinct names: folders of the same name are called by their paths."""
     runs = [load_run(path) for path in paths]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=str(run.path)) for run in runs]
@@ -217,10 +215,9 @@ def _breakdowns(recorded: Recorded, policy_version: int | None = None) -> list[S
 
 
 def session_table(recorded: Iterable[Recorded]) -> str:
-    """Mismatch of recorded sessions by turn, by place in it and by kind of token; begins with an
-    empty line.
+    """Mismatch of recorded sessions by turn, by place in it and by kind of token.
 
-    Empty where there are no sessions, or no learner logprobs.
+    Begins with an empty line; empty where there are no sessions, or no learner logprobs.
     """
     parts = pooled(part for one in recorded for part in _breakdowns(one) if part.by in OF_SESSIONS)
     if not parts:
@@ -257,9 +254,7 @@ def _tokens_of(path: Path) -> list[Rows]:
 
 
 def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
-    """Spans of some steps in a run's middle: early ones hold what happens once. Empty for old
-    runs.
-    """
+    """Spans of some steps in a run's middle: early ones hold one-time work. Empty for old runs."""
     if not path.is_file():
         return []
     lines: dict[int, list[tuple[str, float, float]]] = {}

@@ -1,6 +1,4 @@
-"""Answers on the report's page: of the first and the last recorded step, each token coloured by its
-mismatch.
-"""
+"""Responses on the report's page, of the first and last recorded step, coloured by mismatch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

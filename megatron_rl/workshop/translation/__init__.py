@@ -1,3 +1,1 @@
-"""One module per project whose correction settings `megatron_rl.workshop.translation.translate`
-reads.
-"""
+"""Readers of other projects' correction settings, a module per project."""

@@ -1,6 +1,4 @@
-"""AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, what chooses the anchor) as
-our `correction`.
-"""
+"""AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, anchor) as `correction`."""
 
 from dataclasses import replace
 
@@ -104,7 +102,7 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
 def _by_ratio(
     keys: Keys, level: Level, clamps: bool, agg: str, upper: float
 ) -> tuple[WeightConfig, list[RejectRule]]:
-    """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
+    """Weight and rule of ratio bounds: a sequence weighs its geometric mean, `agg` only decides."""
     lower = keys.lower("lower")
     keys.refuse_if(upper <= 1, "upper", "AReaL refuses a ratio of 1 or less")
     per_row = level == Level.sequence

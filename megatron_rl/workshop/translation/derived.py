@@ -1,6 +1,7 @@
-"""Makes our keys of facts that another project's recipe says (in rows of a table after a =, listed
-in `shared.yaml`): batch, lengths, schedule, layout, model, data; and fits a translated recipe's
-keys to each other.
+"""Derivation of our keys from facts of another project's recipe (table rows with a =).
+
+`shared.yaml` lists the facts: batch, lengths, schedule, layout, model, data. The keys of a
+translated recipe are then fitted to each other.
 """
 
 import re

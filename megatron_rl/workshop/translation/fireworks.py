@@ -1,4 +1,4 @@
-"""Fireworks' fw-ai cookbook: `tis` and `anchor_logp` of a file as our `correction`."""
+"""Fireworks' fw-ai cookbook: `tis` (once `is_correction`), `anchor_logp` as our `correction`."""
 
 from megatron_rl.workshop.translation.keys import (
     Native,

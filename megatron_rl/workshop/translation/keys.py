@@ -33,18 +33,14 @@ UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 
 
 class TranslationError(ConfigError):
-    """A file that is not read, or a key that has no exact counterpart here, with the reason: one
-    printable line.
-    """
+    """A file that is not read, or a key without an exact counterpart; its reason is one line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(" ".join(reason.split()))[:LONGEST_REASON])
 
 
 def printable(text: str) -> str:
-    """The text without characters that end a line or a comment, or that a terminal acts on: they
-    are escaped.
-    """
+    """Escape characters that end a line or a comment, or that a terminal acts on."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -106,9 +102,7 @@ def ratio_rule(low: float | None, high: float | None, reduce: Reduce | None = No
 
 
 def opsm(delta: float) -> RejectRule:
-    """Off-policy sequence masking: answers that are pushed down and that the learner finds unlikely
-    leave.
-    """
+    """Off-policy sequence masking: rejects unlikely rows of negative advantage."""
     return RejectRule(stat=Stat.k1, reduce=Reduce.mean, high=delta, when=When.negative_advantage)
 
 
@@ -155,7 +149,7 @@ class Keys:
             self.note(condition, **fields)
 
     def _said(self, sentence: str, fields: Mapping[str, Any]) -> str:
-        """One word stands for what the table `says`."""
+        """Look up a sentence of the table by its word; a sentence is returned as it is."""
         if " " in sentence:
             return sentence
         return table(self.framework).correction.says[sentence].format(**fields)
@@ -165,9 +159,7 @@ class Keys:
         self.loss |= loss
 
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
-        """Note that the reference KL and the entropy of a project still count what its correction
-        rejects.
-        """
+        """Note that the project's reference KL and entropy still count rejected tokens."""
         self.note(f"{project}'s reference KL and entropy count {which} too")
         self.goes_with(kl_on="counted")
 
@@ -178,9 +170,7 @@ class Keys:
         )
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The default where the key is not there; None where it is there to say that there is no
-        value.
-        """
+        """The key's value, None if it is given as null; the default if it is missing."""
         value = self.values.get(name, default)
         if isinstance(value, Unset):
             raise TranslationError(
@@ -274,9 +264,7 @@ class Keys:
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
     ) -> Translation:
-        """The correction in our terms: no project computes group baselines again after a
-        rejection.
-        """
+        """The correction in our keys: no project recomputes group baselines after a rejection."""
         config = CorrectionConfig(
             weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more
         )

@@ -1,6 +1,4 @@
-"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of
-theirs; and the account of where each key of their file has gone.
-"""
+"""Layout of learner, sampler and cluster from another project's sizes; accounts of its keys."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ Values = dict[str, Any]  # by our key, or by a fact with its =
 
 @dataclass
 class Accounts:
-    """Where each key of a file has gone, and what else a translated recipe says in its comments."""
+    """Accounts of each key of a file, and notes for the comments of the translated recipe."""
 
     translated: list[str] = field(default_factory=list)
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys

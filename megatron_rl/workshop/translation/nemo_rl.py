@@ -1,6 +1,4 @@
-"""NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold` as our
-`correction`.
-"""
+"""NeMo-RL's ClippedPGLossConfig (`loss_fn`), `seq_logprob_error_threshold` as our `correction`."""
 
 from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import (

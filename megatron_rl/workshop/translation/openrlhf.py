@@ -1,6 +1,4 @@
-"""OpenRLHF's `--algo.advantage.is_correction_*` (of 0.11.2, and of before under former names) as
-our `correction`.
-"""
+"""OpenRLHF's `--algo.advantage.is_correction_*` (0.11.2, and older names) as our `correction`."""
 
 from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import (
@@ -78,9 +76,7 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
 
 
 def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
-    """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh
-    their ratio.
-    """
+    """Reject tokens, or rows by their mean, that moved too far; weigh the others by their ratio."""
     keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
     keys.note_if(gating == "binary_kl", "within")
@@ -102,9 +98,7 @@ def _former_scheme(keys: Keys) -> tuple[str, str] | None:
 
 
 def _bounds(keys: Keys) -> tuple[float | None, float]:
-    """A pair or the two words of the flag; where OpenRLHF takes a single number, it is the upper
-    one.
-    """
+    """A pair, or the two words of the flag; a single number is the upper one where allowed."""
     bounds = keys.raw(BOUNDS)
     if bounds is None:
         return 0.5, 5.0

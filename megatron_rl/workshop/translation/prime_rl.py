@@ -1,6 +1,4 @@
-"""prime-rl's `trainer.loss` (DPPO or IPO against the sampler, and the squared log-ratio to it) as
-our `correction`.
-"""
+"""prime-rl's `trainer.loss` (DPPO, IPO, squared log-ratio to the sampler) as our `correction`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -36,11 +36,10 @@ Place = tuple[Any, ...]  # keys and indices on the way to a value
 
 
 class Reading:
-    """One file as it is read: what that may still take of other files, characters and values; and
-    its values.
+    """A file being read: its values, and limits on further files, characters and values.
 
-    Characters count twice, where they stand and where they are
-    expanded, and values up to four times: as words, as arguments, as YAML and as what it comes to.
+    Characters count twice, as text and as expanded, and values up to four times: as words,
+    arguments, YAML and results.
     """
 
     root: Any = None  # what holds all of its values
@@ -147,9 +146,7 @@ class Reading:
         return self.scalar(otherwise)
 
     def _at(self, key: str, place: Place, depth: int) -> Any:
-        """The value of a key; dots before it name the section of the place that refers to it, and
-        those around.
-        """
+        """The value of a key; leading dots name the section of the reference, and its parents."""
         name = key.lstrip(".")
         within = place[: len(name) - len(key)] if name != key else ()
         path = (*within, *name.split("."))

@@ -107,9 +107,7 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
 
 
 def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
-    """By our key: what is always so, their defaults, and over them what the file says, in the
-    table's order.
-    """
+    """Values by our key: constants, their defaults, then the file's values in the table's order."""
     values: Values = dict(rules.always)
     for row in rules.rows:
         if row.default is not None and row.to and _counts(rules, row, flat):
@@ -147,7 +145,7 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
 
 
 def _set(values: Values, row: Row, name: str, value: Any) -> bool:
-    """Whether a value of theirs, if it is one, has a counterpart, which is set."""
+    """Set the counterpart of a value of theirs; return False if it has none."""
     try:
         if value is not None or None in (row.words or ()):
             ours = row.ours(value)
@@ -208,7 +206,7 @@ def _nested(values: Values) -> dict[str, Any]:
 
 
 def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:
-    """Write the recipe; return in a few lines what became of the file's keys."""
+    """Write the recipe, and return a short summary of the file's keys."""
     made = recipe(project, path, given)
     text = made.text(f"{project}: {path.name}")
     if str(to) == "-":

@@ -35,7 +35,7 @@ SUSPECT = re.compile(
 
 
 def may_correct(name: str) -> bool:
-    """Whether a name, by one of its words, may be a setting of a rollout correction."""
+    """True if a name, by one of its words, may be a setting of a rollout correction."""
     return any(SUSPECT.fullmatch(word.lower()) for word in WORD.findall(name))
 
 
@@ -62,10 +62,10 @@ def last(path: str) -> str:
 
 
 def settings(project: str, mapping: Native, names: Names | None = None, bare: bool = True) -> Keys:
-    """The settings that a correction is made of, by the last part of their names.
+    """Settings of a correction, by the last part of their names.
 
     Those of a section are given in full, from any of its parents on, or (`bare`) alone; without a
-    section the name says enough. Names in `common` may mean something else in other sections; any
+    section the name is enough. Names in `common` may mean something else in other sections; any
     other known name outside is an error.
     """
     names = names or table(project).correction

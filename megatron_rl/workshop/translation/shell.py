@@ -1,8 +1,7 @@
-"""Command that starts a training, read from a shell script: assignments, tests, cases are followed,
-nothing executed.
+"""Reader of a training command in a shell script: follows assignments, tests, cases; runs nothing.
 
-What only a running shell could tell (a command's output, a branch that depends on the machine) is
-`Unset`: an error where it is needed, and of no matter where it is not.
+A value known only to a running shell (a command's output, a branch that depends on the machine) is
+`Unset`: an error where it is needed, ignored where it is not.
 """
 
 from __future__ import annotations
@@ -130,11 +129,9 @@ def _value(node: ast.expr) -> int:
 
 @dataclass
 class Script:
-    """A script up to where it has been read. `given`: variables that the user has set, which stay
-    as they are.
+    """A script up to the place read so far. `given`: variables set by the user, which are kept.
 
-    What is read under `live` takes place, does not, or may: in a loop, behind a test that is not
-    known here.
+    Commands read under `live` are executed, are not, or may be: in a loop, behind an unknown test.
     """
 
     folder: Path
@@ -182,9 +179,7 @@ class Script:
         return holds
 
     def _list(self, live: Holds, asked: bool) -> Holds:
-        """`one && two || three`; of a plain command it is only asked in a test whether it
-        succeeds.
-        """
+        """Read `one && two || three`; `asked`: a test depends on the success of plain commands."""
         holds = self._one(live, asked)
         while sign := self._take("&&", "||", "|"):
             while self._take("\n"):
@@ -285,7 +280,7 @@ class Script:
             self.values[name] = found
 
     def joined(self, raw: str, between: str = " ") -> Word:
-        """One word, whatever spaces its variables hold."""
+        """Expand to one word, even if its variables hold spaces."""
         missing: list[str] = []
         text = self._text(raw, missing).replace(SPLIT, between)
         if missing:
@@ -378,7 +373,7 @@ class Script:
         return str(value)
 
     def _test(self, parts: Sequence[str]) -> Holds:
-        """Whether a test holds."""
+        """Evaluate a test; `Unset` if it depends on a running shell."""
         for sign, joins in (("||", max), ("&&", min)):
             if sign in parts:
                 place = parts.index(sign)
@@ -401,9 +396,7 @@ class Script:
 
 
 def command_line(script: Script, text: str, entry: str) -> list[Word]:
-    """The arguments behind the word that starts the training: of the only command of the script
-    that does.
-    """
+    """Arguments of the script's only command that starts the training, after that word."""
     found: list[list[Word]] = []
     for command in script.read(text).commands:
         for place, word in reversed([*enumerate(command)]):

@@ -1,6 +1,4 @@
-"""SkyRL's `trainer.algorithm.off_policy_correction`, and losses whose ratio is to the sampler, as
-our `correction`.
-"""
+"""SkyRL's `trainer.algorithm.off_policy_correction` and sampler-ratio losses as `correction`."""
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
 from megatron_rl.workshop.translation.keys import (

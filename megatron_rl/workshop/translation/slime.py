@@ -1,6 +1,4 @@
-"""slime's flags (TIS and its variants, MIS of its examples, off-policy sequence masking) as our
-`correction`.
-"""
+"""slime's flags (TIS and its variants, MIS, off-policy sequence masking) as our `correction`."""
 
 from dataclasses import replace
 
@@ -62,9 +60,7 @@ def slime(mapping: Native) -> Translation:
 
 
 def _unbiased_kl(keys: Keys) -> None:
-    """Its ratio carries a gradient too, which makes k3's that of the KL itself, and of the others
-    something else.
-    """
+    """Translate its KL ratio, which carries a gradient: exact for k3, refused for k1 and k2."""
     kind = keys.choice("kl_loss_type", "k1", "k1", "k2", "k3", "low_var_kl")
     keys.refuse_if(kind in ("k1", "k2", None), "use_unbiased_kl", "only_k3")
     keys.note_if(kind == "low_var_kl", "bounded")
@@ -104,9 +100,7 @@ def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
 
 
 def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
-    """examples/train_infer_mismatch_helper: weights, rejection and a veto, per token, product or
-    geometric mean.
-    """
+    """MIS of its example: weights, rejection and a veto, per token, product or geometric mean."""
     level = keys.choice("tis_level", "token", *LEVELS) or "token"
     mode = keys.choice("tis_mode", "truncate", "truncate", "clip", "mask")
     rejects = keys.flag("use_rs", False)

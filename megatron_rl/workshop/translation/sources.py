@@ -27,7 +27,7 @@ FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys(
 def read_native(
     path: Path, rules: Table, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
-    """What a file says, in the types of YAML, and the variables that a script in it expands.
+    """Read a file into the types of YAML; return it with the variables that its script expands.
 
     `given`: variables and keys of the command line.
     """
@@ -58,9 +58,7 @@ def read_native(
 
 
 def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
-    """Flags with their values and `key=value` words; of a key that is given twice the last one
-    counts.
-    """
+    """Flags with their values and `key=value` words; the last one of a repeated key counts."""
     reading.spend(values=len(words))
     found: dict[str, Any] = {}
     flag = ""
@@ -120,7 +118,7 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
 
 
 def _python(text: str, rules: Table) -> dict[str, Any]:
-    """Arguments of the calls that make a configuration."""
+    """Arguments of the calls that make a configuration, else the docstring's command line."""
     found: dict[str, Any] = {}
     configured = False
     for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):

@@ -45,7 +45,7 @@ class Row:
         return (self.theirs, *self.former)
 
     def asks(self, value: Any) -> bool:
-        """Whether a key without a counterpart changes anything."""
+        """True if a key without a counterpart changes anything at this value."""
         return not any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
             for one in (*self.fine, [])
@@ -106,9 +106,7 @@ class Names:
         return {path.rpartition(".")[2] for path in self.beside}
 
     def is_removed(self, path: str) -> bool:
-        """Whether it is a removed name; under the section of another loss it is that section's
-        own.
-        """
+        """True for a removed name, unless it is in the section of another loss."""
         *sections, name = path.split(".")
         return name in self.removed and set(self.others).isdisjoint(sections)
 
@@ -135,7 +133,7 @@ class Table:
         return self.by_name.get(path)
 
     def reason(self, path: str) -> str | None:
-        """Why a key is not needed here."""
+        """Reason that a key is not needed here, or None."""
         for why, patterns in self.not_needed.items():
             if any(fnmatchcase(path, pattern) for pattern in patterns):
                 return why
@@ -144,9 +142,7 @@ class Table:
 
 @cache
 def shared() -> Mapping[str, Any]:
-    """`facts`: what a row may name after a =; `switches`; `others`: names like a correction's;
-    `says`: notes.
-    """
+    """`facts` for rows with a =; `switches`; `others`: names like a correction's; `says`: notes."""
     return dict(read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8")))
 
 
@@ -166,7 +162,7 @@ def table(project: str) -> Table:
 
 @cache
 def projects() -> list[str]:
-    """Whose recipes are read, of those whose corrections are."""
+    """Projects whose whole recipes are read, not only their corrections."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if table(path.stem).rows)
 
 

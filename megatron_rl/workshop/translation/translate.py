@@ -1,10 +1,8 @@
-"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML, or
-why that cannot be.
+"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML.
 
 `translate`, which recipe.py calls too, is exact or an error: where the result is the same only
-under a condition it says so in a note, where it cannot be the same it names the key and the reason.
-Group baselines are never recomputed after a rejection in those projects, so every translation has
-`rebaseline: false`.
+under a condition, a note states it; where it cannot be the same, the error names key and reason.
+Those projects never recompute group baselines after a rejection: `rebaseline` is always false.
 """
 
 import textwrap
@@ -48,9 +46,7 @@ FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
 
 
 def translate(framework: str, mapping: Native) -> Translation:
-    """The native keys of a project as our config: the section or a whole file; nested, dotted or as
-    flags.
-    """
+    """Translate native keys (a section or a file; nested, dotted or flags) to our config."""
     name = known_project(framework)
     config, notes, loss, read = FRAMEWORKS[name](mapping)
     if loss:
@@ -81,9 +77,7 @@ def known_project(framework: str) -> str:
 
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
-    """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes
-    as comments.
-    """
+    """YAML of a file's correction (`-`: YAML on standard input), with notes as comments."""
     config, notes, *_ = translate(framework, native(framework, path, given or {}))
     return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
@@ -108,9 +102,7 @@ def native(framework: str, path: Path, given: Mapping[str, str]) -> dict[str, An
 
 
 def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
-    """YAML with these lines as comments, which is read back: it holds the mapping and nothing
-    else.
-    """
+    """YAML with these lines as comments; checked to hold the mapping and nothing else."""
     section = write_yaml(mapping)
     text = "".join(f"{comment(line)}\n" for line in lines) + section
     with suppress(ValueError, yaml.YAMLError):

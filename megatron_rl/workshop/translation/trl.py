@@ -1,6 +1,4 @@
-"""TRL's GRPOConfig (`vllm_importance_sampling_*` and the off-policy sequence mask) as our
-`correction`.
-"""
+"""TRL's GRPOConfig (`vllm_importance_sampling_*`, off-policy sequence mask) as our `correction`."""
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh

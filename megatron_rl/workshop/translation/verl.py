@@ -1,6 +1,4 @@
-"""verl's `algorithm.rollout_correction` as our `correction`; its loss settings decide how that is
-read.
-"""
+"""verl's `algorithm.rollout_correction` as our `correction`, read as its loss settings require."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -105,8 +103,9 @@ def _bypasses(keys: Keys) -> bool:
 def _bypass(
     keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool
 ) -> Translation:
-    """verl's new trainer only takes the sampler's logprobs as old ones, its loss reads its own
-    section.
+    """Bypass mode: verl's new trainer takes the sampler's logprobs as old ones.
+
+    Its loss then reads its own section.
     """
     if (rules or reinforce) and not keys.replaced:
         keys.refuse_if(
@@ -126,9 +125,7 @@ def _bypass(
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
-    """Whether rejected tokens leave verl's denominators: with token-mean, under its legacy
-    trainer.
-    """
+    """True if rejected tokens leave verl's denominators: token-mean under its legacy trainer."""
     reduction = _reduction(keys)
     if not rules:
         return True
