@@ -166,12 +166,10 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
 
 
-def overlong_penalty(
-    lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0
-) -> Tensor:
-    """Penalty to add: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens."""
+def overlong_penalty(lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int) -> Tensor:
+    """Penalty to add: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens."""
     lengths = torch.as_tensor(lengths_N, dtype=torch.float32)
     if buffer <= 0:
         return torch.zeros_like(lengths)
     excess = (lengths - (max_tokens - buffer)).clamp(min=0.0, max=float(buffer))
-    return excess * (-penalty / buffer)
+    return excess * (-1.0 / buffer)

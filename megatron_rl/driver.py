@@ -138,7 +138,7 @@ class Driver:
             )
         # once the sampler and the rewards are closed
         after_all = self._stack.enter_context(ExitStack())
-        rewards = RewardPool(config.reward)
+        rewards = RewardPool(config.reward, config.run.variables)
         self._stack.callback(rewards.close)
         rewards.start()
         self._scorer = Scorer(config.reward, rewards, tokenizer)
@@ -155,7 +155,6 @@ class Driver:
             PromptOrder(
                 train,
                 config.run.seed,
-                config.data.shuffle,
                 self.position,
             )
         )
@@ -229,7 +228,7 @@ class Driver:
             )
             self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
             if name not in pools:
-                own = RewardPool(one.reward)
+                own = RewardPool(one.reward, config.run.variables)
                 self._stack.callback(own.close)
                 own.start()
                 pools[name] = own
@@ -370,7 +369,6 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
-            experts=self._config.log.record_experts,
             truths=[one.rollout.prompt.answer for one in scored],
         )
 

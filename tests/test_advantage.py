@@ -137,8 +137,8 @@ def test_has_spread() -> None:
 
 
 def test_overlong_penalty() -> None:
-    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20, penalty=0.5)
-    assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
+    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20)
+    assert found.tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
     assert overlong_penalty([100, 90], max_tokens=100, buffer=20).tolist() == [-1.0, -0.5]
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
 

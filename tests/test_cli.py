@@ -164,10 +164,10 @@ def test_a_reward_is_checked_with_what_it_will_see(
     (place / "judging.py").write_text(text)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge = "reward.name=judging:judge"
-    given = "reward.environment=[JUDGE_KEY{}]"
+    given = "run.variables=[JUDGE_KEY{}]"
     assert "KeyError: 'JUDGE_KEY'" in command.refused(judge)
     command.dry_run(judge, given.format(""))
-    assert "reward.environment: OTHER not set" in command.refused(judge, given.format(", OTHER"))
+    assert "run.variables: OTHER not set" in command.refused(judge, given.format(", OTHER"))
 
 
 @pytest.mark.usefixtures("place")

@@ -59,7 +59,7 @@ two_steps() {  # RECIPE NAME [KEY=VALUE ...]: with a small random model of its f
   local recipe=$1 name=$2 model shrunk
   shift 2
   model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1]), sys.argv[2:]).model.path)' "$recipe" "$@")
-  shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
+  shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.every=0 log.export=false
     rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
   if [[ ! -d $model ]]; then
     "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || return

@@ -187,12 +187,10 @@ def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
             yield found
 
 
-def prune(root: Path, keep_last: int, keep_every: int, metric: str | None) -> list[int]:
-    """Remove all but the last ones, steps to keep, and the best by a metric. Return their steps."""
+def prune(root: Path, keep_last: int, metric: str | None) -> list[int]:
+    """Remove all but the last ones and the best by a metric. Return their steps."""
     present = steps(root)
-    kept = set(present[:keep_last]) | {
-        step for step in present if keep_every and step % keep_every == 0
-    }
+    kept = set(present[:keep_last])
     if best := best_of(root, metric):
         kept.add(best[0])
     removed = [step for step in present if step not in kept]

@@ -51,7 +51,7 @@ MAY_CHANGE = (
         "sync.full_every",
         "sync.verify_every",
     ),
-    *("sync.probe_budget", "sync.staged"),
+    "sync.probe_budget",
 )
 FIXED = "learner.lora."  # what all of a run's checkpoints hold
 NONE = "(none)"  # a key that one of two recipes does not have

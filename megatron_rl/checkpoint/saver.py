@@ -97,7 +97,7 @@ class Saver:
 
     def snapshot_rng_and_stats(self) -> None:
         """Weights and optimizer stay as they are until the next update: remember the rest."""
-        if self._section.every or self._section.minutes:
+        if self._section.every:
             self._small = (
                 *self._learner.own(),
                 self._sync.state() if self._learner.is_driver else None,
@@ -145,10 +145,9 @@ class Saver:
         """A sentence on what a run that ends now leaves to go on from."""
         if self.newest is not None:
             return f"the state after step {self.newest} is kept"
-        asked = self._section.every or self._section.minutes
-        return "no state is kept" + (
-            "" if asked else ": checkpoint.every and checkpoint.minutes are 0"
-        )
+        if self._section.every:
+            return "no state is kept"
+        return "no state is kept: checkpoint.every is 0"
 
     def settle(self, wait: bool = False) -> None:
         """All ranks: publish the save that is under way, once it is on disk everywhere."""
@@ -224,9 +223,7 @@ class Saver:
             "files": files,
         }
         checkpoints.publish(save.partial, self._root, **about, **save.about)
-        checkpoints.prune(
-            self._root, self._section.keep_last, self._section.keep_every, self._section.best
-        )
+        checkpoints.prune(self._root, self._section.keep_last, self._section.best)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         self.metrics[FAILED_SAVES] = self.metrics.get(FAILED_SAVES, 0.0) + 1

@@ -199,7 +199,7 @@ def _check_place(config: Config, dry: bool = False) -> list[str]:
         partial(check_run_dir, path, if_exists, to_yaml(config))
     ]
     if config.environment.name is None:  # else its sessions may have rewards of their own
-        checks += [partial(check_called, *one) for one in asked]
+        checks += [partial(check_called, *one, config.run.variables) for one in asked]
     for check in checks:
         try:
             notes += [said] if (said := check()) and dry else []

@@ -14,6 +14,7 @@ AUTO = "auto"
 LARGEST = sys.float_info.max
 LONGEST_NAME = 255  # bytes, of a file
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+MINUTES = "min"
 WEEK_S = 7 * 24 * 3600
 
 
@@ -54,6 +55,13 @@ def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_interval(value: Any) -> bool:
+    """Steps, or minutes such as 30min."""
+    if isinstance(value, int):
+        return value >= 0
+    return re.fullmatch(rf"\d+(\.\d+)?{MINUTES}", value) is not None
 
 
 def is_weight(value: Any) -> bool:

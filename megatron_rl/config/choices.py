@@ -116,12 +116,6 @@ class InFlight(StrEnum):
     continue_ = "continue"  # the update comes between two of their tokens
 
 
-class Cache(StrEnum):
-    # keys and values of what was written so far are computed again, with the new weights
-    rebuild = "rebuild"
-    keep = "keep"  # they stay what the old weights made of them
-
-
 class Format(StrEnum):
     none = "none"  # BF16
     int8 = "int8"  # each output channel and each token with a scale of its own

@@ -87,15 +87,11 @@ def as_sampler(
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
-def router(
-    learner: LearnerSection, sampler: SamplerSection, rollout: RolloutSection
-) -> Iterator[str]:
+def router(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
     if learner.router is Router.own:
         return
     if rollout.supervised:
         yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
-    elif not sampler.routed_experts:
-        yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
     if learner.megatron.get("moe_aux_loss_coeff"):
         yield (
             f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance "

@@ -51,11 +51,7 @@ def answers(
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
         found.add("reward.overlong_buffer", way_out)
-    if (
-        estimator == schema.Estimator.maxrl
-        and reward.overlong_buffer > 0
-        and reward.overlong_penalty > 0
-    ):
+    if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0:
         way_out = (
             f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
         )
@@ -126,10 +122,10 @@ def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
 
 
 def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
-    if checkpoint.best is not None and not (checkpoint.every or checkpoint.minutes):
+    if checkpoint.best is not None and not checkpoint.every:
         yield (
-            f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are "
-            "0: nothing is kept; set one of them, or checkpoint.best=null"
+            f"checkpoint.best: {checkpoint.best}, but checkpoint.every is 0: nothing is kept; set "
+            "it, or checkpoint.best=null"
         )
 
 
@@ -186,11 +182,6 @@ def ahead(
         )
     if sampler.sleep is not schema.Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
-    if (
-        rollout.in_flight_cache is schema.Cache.keep
-        and rollout.in_flight is not schema.InFlight.continue_
-    ):
-        yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
     if rollout.in_flight is schema.InFlight.continue_ and sync.transport != schema.Transport.file:
         yield (
             f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that "
@@ -264,9 +255,7 @@ def environment(
     context = rollout.max_context_tokens
     single = rollout.max_prompt_tokens + rollout.max_response_tokens
     if redact(environment.settings) != environment.settings:
-        way_out = (
-            "let the environment read a variable of its process that environment.variables names"
-        )
+        way_out = "let the environment read a variable of its process that run.variables names"
         found.append(
             "environment.settings: it holds what its key calls a secret, which nobody writes "
             f"down; {way_out}"
@@ -304,8 +293,6 @@ def environment(
                 "environment.credit",
                 "a `when` of the correction looks at the row's advantage; use outcome",
             )
-    if environment.discount != 1.0 and credit != schema.Credit.turns:
-        found.add("environment.discount", "it is of turns' rewards: use 1, or credit: turns")
     return found
 
 

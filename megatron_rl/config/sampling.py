@@ -23,7 +23,6 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip
-    Cache,
     Credit,
     Format,
     History,
@@ -61,8 +60,6 @@ class RolloutSection:
     # older than the policy that it trains (docs/ahead.md); 0: they take turns
     ahead: Annotated[int, between(0, 64)] = 0
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
-    # what it does to their keys and values, with in_flight: continue
-    in_flight_cache: Cache = Cache.rebuild
 
     @property
     def context_tokens(self) -> int:
@@ -103,9 +100,6 @@ class EnvironmentSection:
     history: History = History.template  # how a turn is written behind those before it
     tool_parser: str = AUTO  # one of vLLM's, such as hermes; auto: told from the chat template
     credit: Credit = Credit.outcome  # how a session's rewards become its turns'
-    discount: Annotated[float, between(0, 1)] = 1.0  # of later turns' rewards, with credit: turns
-    # of the process's environment, beside PATH and HOME, such as [SEARCH_URL]
-    variables: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,6 @@ class SamplerSection:
     request_timeout_s: Seconds = 600.0  # of an engine's silence in a request
     # of an engine that shares its GPU with the learner, while the learner works
     sleep: Sleep = Sleep.none
-    # answers come with the experts of every token read: learner.router
-    routed_experts: bool = False
     # handed to vLLM as is, such as {max_num_seqs: 512, gpu_memory_utilization: 0.8}
     vllm: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
 
@@ -168,10 +160,6 @@ class SyncSection:
     probe_budget: Annotated[
         Any | None, need(lambda nats: nats == AUTO or is_weight(nats), "use auto, or nats above 0")
     ] = AUTO
-    # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in
-    # place, before the next request, which takes no memory and cannot fall back on the version
-    # before
-    staged: bool = True
 
     @property
     def budget(self) -> float | None:
@@ -197,13 +185,8 @@ class RewardSection:
     wrong: Annotated[float, between(-1, 0, "-1 to 0")] = 0.0
     workers: Annotated[int, between(1, 1024)] = 1  # processes that score
     timeout_s: Seconds = 10.0  # of an answer's score
-    # variables that a reward sees, beside PATH and HOME, such as [JUDGE_URL]
-    environment: list[str] = field(default_factory=list)
-    overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
-    # what is subtracted at its end
-    overlong_penalty: Annotated[
-        float, need(lambda value: value >= 0, "it is subtracted; use 0 or more")
-    ] = 1.0
+    # DAPO: the reward falls by up to 1 over the last so many response tokens
+    overlong_buffer: int = 0
     # log the mean reward under the learner; one more forward pass over all answers
     learner_estimate: bool = False
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask

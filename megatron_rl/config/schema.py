@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from megatron_rl.config.bounds import (  # isort: skip
     FOLDER_NAME,
+    MINUTES,
     Count,
     Nucleus,
     Positive,
@@ -21,6 +22,7 @@ from megatron_rl.config.bounds import (  # isort: skip
     Seconds,
     Temperature,
     are_set_names,
+    is_interval,
     at_least,
     is_reward,
     is_source,
@@ -29,7 +31,6 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
     Aggregate,
     Anchor,
-    Cache,
     Credit,
     Decay,
     Device,
@@ -112,6 +113,9 @@ class RunSection:
     device: Device = Device.auto  # of learner and engines; auto: GPUs where there are some
     # without progress end the run, where nothing else has a limit (docs/survival.md)
     hang_timeout_s: Seconds = 1800.0
+    # environment variables that rewards and environments see, beside PATH and HOME, such as
+    # [JUDGE_URL]
+    variables: list[str] = field(default_factory=list)
     # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
     stop: dict[str, float] | None = None
 
@@ -156,7 +160,6 @@ class DataSection:
     # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is
     # text is what a user says; null: it is read as it stands
     template: dict[str, Any] | None = None
-    shuffle: bool = True  # prompts in an order by run.seed, another in each pass
     # what happens to prompts above rollout.max_prompt_tokens
     long_prompts: LongPrompts = LongPrompts.error
 
@@ -208,24 +211,37 @@ class EvalSection:
 @dataclass(frozen=True)
 class CheckpointSection:
     """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too,
-    unless both are 0.
+    unless `every` is 0.
     """
 
-    every: Count = 0  # steps between checkpoints; 0: by time only
-    minutes: Annotated[float, at_least(0)] = 30.0  # minutes between checkpoints; 0: by steps only
+    # steps between checkpoints, or minutes, such as 100; 0: none
+    every: Annotated[int | str, need(is_interval, "use steps (100), minutes (30min) or 0")] = (
+        "30min"
+    )
     keep_last: Positive = 2  # how many stay
-    keep_every: Count = 0  # steps whose checkpoints stay; 0: none
     # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves
     # its model-best/
     best: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps between checkpoints; 0 where they come by time, or not at all."""
+        if isinstance(self.every, int):
+            return self.every
+        return 0
+
+    @property
+    def minutes(self) -> float:
+        """Minutes between checkpoints; 0 where they come by steps, or not at all."""
+        if isinstance(self.every, int):
+            return 0.0
+        return float(self.every.removesuffix(MINUTES))
 
 
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none  # whether the run is at W&B too (docs/wandb.md)
     record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
-    # with them, the experts that the sampler has told (sampler.routed_experts)
-    record_experts: bool = False
     export: bool = False  # the final policy as a Hugging Face folder, model/
     # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each
     # pipeline stage

@@ -19,7 +19,7 @@ LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and
 WANTED = {
     bool: "true or false",
     int: "a whole number",
-    float: "a number",
+    float: "a finite number",
     str: "text",
     list: "a list",
     dict: "a section",
@@ -191,6 +191,8 @@ def _way_out(value: object, key: Key) -> str:
         return f"it is a section; its keys are {', '.join(keys_of(key.section))}"
     if key.section:
         return f"use a {'list' if key.container is list else 'mapping'} of sections{null}"
+    if type(value) is int and int in key.kinds:
+        return f"use a whole number of at most {LARGEST}"
     return f"use {' or '.join(WANTED[one] for one in key.kinds if one in WANTED)}{null}"
 
 

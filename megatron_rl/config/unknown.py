@@ -55,6 +55,31 @@ _LONG_AGO = {
 }
 REMOVED = {
     **{key: Removed(way_out) for key, way_out in _LONG_AGO.items()},
+    "data.shuffle": Removed("prompts come in an order by run.seed; leave it out", True),
+    "rollout.in_flight_cache": Removed(
+        "keys and values are computed again with new weights; leave it out", "rebuild"
+    ),
+    "reward.overlong_penalty": Removed("it is 1: the reward falls by 1; leave it out", 1.0),
+    "reward.environment": Removed(
+        "set run.variables",
+        to="run.variables",
+        value=lambda removed, present: [*(present or ()), *removed],
+    ),
+    "environment.variables": Removed(
+        "set run.variables",
+        to="run.variables",
+        value=lambda removed, present: [*(present or ()), *removed],
+    ),
+    "environment.discount": Removed("later rewards count in full; leave it out", 1.0),
+    "sampler.routed_experts": Removed("learner.router: replay implies it; leave it out"),
+    "checkpoint.minutes": Removed(
+        "set checkpoint.every=30min",
+        to="checkpoint.every",
+        value=lambda minutes, every: every or (f"{minutes:g}min" if minutes else 0),
+    ),
+    "checkpoint.keep_every": Removed("set checkpoint.keep_last", 0),
+    "log.record_experts": Removed("chosen experts are not recorded; leave it out", False),
+    "sync.staged": Removed("an update is verified beside the live weights; leave it out", True),
     "rollout.stale": Removed("no batch is begun that would become too old; leave it out", "wait"),
     "loss.clip_growth": Removed("the clip is the same at every token; leave it out", 0.0),
     "loss.clip_by_weight": Removed("the clip does not depend on the weight; leave it out", False),

@@ -121,7 +121,7 @@ class PromptOrder:
     an order drawn from (seed, cycle), and epochs of its own.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:
+    def __init__(self, dataset: Dataset, seed: int, position: int = 0) -> None:
         self._prompts = dataset.prompts
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]
@@ -130,7 +130,6 @@ class PromptOrder:
         else:
             self._counts = [1]
         self._seed = seed
-        self._shuffle = shuffle
         self._epoch = lru_cache(len(shares))(self._shuffled)
         self._cycle = lru_cache(1)(self._turns)
         self.position = position
@@ -166,12 +165,11 @@ class PromptOrder:
 
     def _shuffled(self, source: int, epoch: int) -> Sequence[int]:
         order = array("L", range(self._firsts[source + 1] - self._firsts[source]))
-        if self._shuffle:
-            if len(self._counts) == 1:
-                name = f"{self._seed}/{epoch}"
-            else:
-                name = f"{self._seed}/{source}/{epoch}"
-            random.Random(name).shuffle(order)
+        if len(self._counts) == 1:
+            name = f"{self._seed}/{epoch}"
+        else:
+            name = f"{self._seed}/{source}/{epoch}"
+        random.Random(name).shuffle(order)
         return order
 
 

@@ -260,9 +260,8 @@ class Engine:
         self.ready.abandon_update(torn=self._worker_states()[1])
         self._stands = False
 
-    def finish_weight_update(self, keep_cache: bool = False, stand: bool = False) -> dict[str, Any]:
-        """Load the weights; open samples go on with them, with `keep_cache` from their old
-        keys and values.
+    def finish_weight_update(self, stand: bool = False) -> dict[str, Any]:
+        """Open samples go on with the new weights, which compute their keys and values again.
 
         `stand`: they go on when `resume` is called, as no token may be of weights that another
         engine could not load.
@@ -277,11 +276,8 @@ class Engine:
             self.ready.abandon_update(torn=True)
             raise RuntimeError(f"the engine's workers disagree after an update: {states}")
         version = states[0]["policy_version"]
-        if not keep_cache or not self.samples:
-            self._reset_prefix_cache()
+        self._reset_prefix_cache()
         self._stamp(version)
-        if keep_cache and self.samples:
-            self.samples.renew()
         self.ready.complete_update(version)
         self._stands = stand
         return max(states, key=lambda state: state["load_s"])

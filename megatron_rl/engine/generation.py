@@ -236,14 +236,6 @@ class OpenSamples:
             self.step()
         self._engine.wake_up(tags=["scheduling"])
 
-    def renew(self) -> None:
-        """Queue samples that are not begun anew, to share prefixes of the new weights."""
-        queued = self._core.engine_core.scheduler.waiting
-        waiting = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
-        self.cancel([sample.number for sample in waiting])
-        for sample in waiting:
-            self.add(sample.number, **sample.wanted)
-
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
         finished = self._finished
         self._finished = []

@@ -77,8 +77,7 @@ class Stage(Body):
 
 
 class Finish(Body):
-    keep_cache: bool = False  # open answers keep the keys and values that they have
-    stand: bool = False  # and go on when they are told to
+    stand: bool = False  # open answers go on when they are told to
 
 
 class Nothing(Body):
@@ -143,7 +142,7 @@ TENSORS: dict[str, Any] = {
     "nccl": _form(names=list[Name], dtype_names=list[Dtype], shapes=list[Shape]),
 }
 _TENSORS = list[_TENSOR]  # type: ignore[valid-type]
-_ANNOUNCED = _form(policy_version=Natural, format=Name, staged=bool, tensors=_TENSORS)
+_ANNOUNCED = _form(policy_version=Natural, format=Name, tensors=_TENSORS)
 AROUND: dict[str, Any] = {
     "announce": _form(announce=_ANNOUNCED),
     "seal": _form(seal=_form(policy_version=Natural, checksums=dict[Name, tuple[int, int]])),

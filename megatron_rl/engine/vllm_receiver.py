@@ -5,23 +5,16 @@ Each has `Checked` in front of vLLM's own. An update is announced (version, name
 compared with what the engine expects before anything moves), received, sealed (checksums of every
 tensor) and loaded.
 
-What is promised differs by where the tensors wait:
-- staged (`sync.staged: true`): beside the live weights, on the device, each worker what it will
-  load. Nothing touches
-  the live model before the seal has been verified, as with files. Costs the memory of the worker's
-  weights again; an
-  engine whose KV cache sleeps during the sync has it.
-- in place (`sync.staged: false`): verified before the next request. The version before is gone once
-  tensors move; an
-  update that fails leaves the engine without a version, and it refuses to generate until one
-  succeeds.
+Tensors wait beside the live weights, on the device, each worker's share of what it will load:
+nothing touches the live model before the seal has been verified, as with files. That costs the
+memory of the worker's weights again; an engine whose KV cache sleeps during the sync has it.
 
 vLLM imports this module in every worker through `worker_extension_cls`. Seen on one GPU
 (docs/gpu.md); the checks run on any device and are tested with a real engine on hosts.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,17 +40,9 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class Inbox:
     """Stands where vLLM's engines expect a model: whatever they load passes through here."""
 
-    def __init__(
-        self,
-        announced: Announcement,
-        live: Callable[[Tensors], Any] | None,
-        shards: Mapping[str, Shard],
-    ) -> None:
-        """`live`: where tensors go at once; None: what this rank loads of them is held until the
-        seal is verified.
-        """
+    def __init__(self, announced: Announcement, shards: Mapping[str, Shard]) -> None:
+        """What this rank loads of the tensors is held until the seal is verified."""
         self.announced = announced
-        self._live = live
         self.staged = Held(shards)
         self._sums: dict[str, torch.Tensor] = {}
         self._sealed = False
@@ -68,11 +53,8 @@ class Inbox:
             if name in self._sums:
                 raise WeightSyncError(f"duplicate tensor {name}: sent twice in one update")
             self._sums[name] = wire.checksum(tensor)
-            if self._live is None:
-                # copies: vLLM reuses the buffers that these are views of
-                self.staged.take(name, tensor)
-        if self._live is not None:
-            self._live(arrived)
+            # copies: vLLM reuses the buffers that these are views of
+            self.staged.take(name, tensor)
         return {name for name, _ in arrived}
 
     def verify(self, message: Mapping[str, Any]) -> None:
@@ -82,10 +64,6 @@ class Inbox:
     def require_sealed(self) -> None:
         if not self._sealed:
             raise WeightSyncError("finish_weight_update without a verified seal")
-
-    @property
-    def in_place(self) -> bool:
-        return self._live is not None
 
     @property
     def nbytes(self) -> int:
@@ -151,11 +129,7 @@ class Checked:
 
     def _accept(self, announced: Announcement) -> None:
         check_announcement(announced, self.expected, self.state.policy_version)
-        if not announced.staged:
-            super().start_weight_update()  # type: ignore[misc]
-            self.state = replace(self.state, torn=True)  # from here on the version before is gone
-        live = None if announced.staged else self.model.load_weights
-        self._inbox = Inbox(announced, live, self.shards)  # type: ignore[arg-type]
+        self._inbox = Inbox(announced, self.shards)
 
     def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
         if "ipc_handles" in update_info:
@@ -180,10 +154,7 @@ class Checked:
         started = time.perf_counter()
         before = self.state
         self.state = replace(before, torn=True)
-        if not inbox.in_place:
-            reload.load(self.model, self.model_config, self.device, inbox.staged.items())
-        else:
-            super().finish_weight_update()  # type: ignore[misc]
+        reload.load(self.model, self.model_config, self.device, inbox.staged.items())
         loaded = time.perf_counter() - started
         self.state = SyncState(
             inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes
@@ -196,13 +167,8 @@ class Checked:
         self._inbox.require_sealed()
 
     def abort(self) -> None:
-        """Drop the update. What arrived in place stays, torn; vLLM's books on it are closed before
-        the next one.
-        """
-        inbox = self._inbox
+        """Drop the update."""
         self._inbox = None
-        if inbox is not None and inbox.in_place:
-            super().finish_weight_update()  # type: ignore[misc]
 
 
 class CheckedIPC(Checked, IPCWeightTransferEngine):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -169,8 +170,10 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 class EnvironmentPool:
     """Pool of one process per open conversation; `environment.sessions` is the limit."""
 
-    def __init__(self, config: EnvironmentSection) -> None:
+    def __init__(self, config: EnvironmentSection, variables: Sequence[str] = ()) -> None:
+        """`variables`: of the environment, which the processes see beside the usual ones."""
         self._config = config
+        self._variables = variables
         self._log = RewardLog()
         self.about = _About()
         self._nursery: subprocess.Popen[bytes] | None = None
@@ -189,7 +192,7 @@ class EnvironmentPool:
             self._end_nursery(nursery)
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
-            variables = for_rewards(os.environ, self._config.variables, "environment.variables")
+            variables = for_rewards(os.environ, self._variables)
             nursery, control = user_process(
                 "megatron_rl.environments.worker", NURSERY, self._log, variables
             )
@@ -261,9 +264,9 @@ class EnvironmentPool:
             control.close()
 
 
-def check_importable(config: EnvironmentSection) -> _About:
+def check_importable(config: EnvironmentSection, variables: Sequence[str]) -> _About:
     """Raises what `start` would; says what was found."""
-    pool = EnvironmentPool(config)
+    pool = EnvironmentPool(config, variables)
     try:
         pool.start()
         return pool.about

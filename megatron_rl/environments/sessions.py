@@ -52,15 +52,18 @@ class Sessions:
         tokenizer: FolderTokenizer,
         sampler: Sampler,
         patience_s: float,
+        variables: Sequence[str] = (),
     ) -> None:
-        """`patience_s`: the longest that an engine may take for an answer."""
+        """`patience_s`: the longest that an engine may take for an answer. `variables`: see
+        EnvironmentPool.
+        """
         self._section = section
         self._rollout = rollout
         self._data = data
         self._patience_s = patience_s
         self._tokenizer = tokenizer
         self._sampler = sampler
-        self.pool = EnvironmentPool(section)
+        self.pool = EnvironmentPool(section, variables)
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
         self._gateway: Gateway | None = None
         self._parser: str | None = None  # of tool calls
@@ -113,9 +116,16 @@ class Sessions:
 def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iterator[Sessions]:
     """Sessions as a recipe wants them."""
     patience_s = config.sampler.request_timeout_s
-    with closing(
-        Sessions(config.environment, config.rollout, config.data, tokenizer, sampler, patience_s)
-    ) as sessions:
+    sessions = Sessions(
+        config.environment,
+        config.rollout,
+        config.data,
+        tokenizer,
+        sampler,
+        patience_s,
+        config.run.variables,
+    )
+    with closing(sessions):
         sessions.start()
         yield sessions
 
@@ -344,6 +354,6 @@ def credit(row: Row, session: Session, section: EnvironmentSection) -> list[floa
         by_turn = [0.0] * len(earned)
         later = 0.0
         for place in reversed(range(len(earned))):
-            later = earned[place] + section.discount * later
+            later += earned[place]
             by_turn[place] = later - (session.reward or 0.0)
     return [by_turn[turn] if 0 <= turn < len(by_turn) else 0.0 for turn in row.turns]

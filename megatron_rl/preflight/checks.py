@@ -218,15 +218,18 @@ def best_metric(
         yield f"checkpoint.best: no run logs {checkpoint.best}; use one of {', '.join(known_metrics)}, or null"
 
 
-def reward_function(reward: schema.RewardSection) -> Iterator[str]:
+def reward_function(reward: schema.RewardSection, run: schema.RunSection) -> Iterator[str]:
     try:
-        rewards.check_importable(reward)
+        rewards.check_importable(reward, variables=run.variables)
     except ConfigError as error:
         yield str(error)
 
 
 def environment(
-    environment: schema.EnvironmentSection, data: schema.DataSection, model: schema.ModelSection
+    environment: schema.EnvironmentSection,
+    data: schema.DataSection,
+    model: schema.ModelSection,
+    run: schema.RunSection,
 ) -> Iterator[str]:
     """The class, and whether the model's template can hold conversations with it."""
     if environment.name is None or ":" not in environment.name:
@@ -235,7 +238,7 @@ def environment(
     from megatron_rl.environments.templates import problems
 
     try:
-        about = check_importable(environment)
+        about = check_importable(environment, run.variables)
         if model.folder.is_dir():  # else it is still to be brought
             yield from problems(
                 environment, model.folder, data.template or {}, about.tools, about.agent
@@ -244,11 +247,13 @@ def environment(
         yield str(error)
 
 
-def set_rewards(sets: Sequence[HeldOut], reward: schema.RewardSection) -> Iterator[str]:
+def set_rewards(
+    sets: Sequence[HeldOut], reward: schema.RewardSection, run: schema.RunSection
+) -> Iterator[str]:
     for one in sets:
         if one.reward != reward:
             yield from (
-                f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward)
+                f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward, run)
             )
 
 

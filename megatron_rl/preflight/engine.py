@@ -66,18 +66,12 @@ def _experts(
 def routed(
     machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection
 ) -> Iterator[str]:
-    if (
-        sampler.routed_experts
-        and machine.kind == Device.cuda
-        and sampler.vllm.get("enable_prefix_caching") is False
-    ):
-        yield "sampler.vllm.enable_prefix_caching: false, but on GPUs sampler.routed_experts wants that cache; use true"
-    if shape.experts:
+    if learner.router is Router.own:
         return
-    if learner.router is not Router.own:
+    if machine.kind == Device.cuda and sampler.vllm.get("enable_prefix_caching") is False:
+        yield "sampler.vllm.enable_prefix_caching: false, but on GPUs learner.router: replay wants that cache; use true"
+    if not shape.experts:
         yield f"learner.router: {learner.router}, but a {shape.family} model has no experts; use own"
-    if sampler.routed_experts:
-        yield f"sampler.routed_experts: true, but a {shape.family} model has no experts; use false"
 
 
 def unwatchable(

@@ -13,7 +13,6 @@ from megatron_rl.config import schema
 from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
-from megatron_rl.learner.modules.limits import choices_bytes
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.models.shape import ModelShape
@@ -154,14 +153,10 @@ def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Confi
     rollout = config.rollout
     checkpoint = config.checkpoint
     log = config.log
-    saves = bool(checkpoint.every or checkpoint.minutes)
+    saves = bool(checkpoint.every)
     kept = checkpoint.keep_last + bool(checkpoint.best)
-    if checkpoint.keep_every:
-        kept += run.steps // checkpoint.keep_every
     written = rollout.context_tokens - rollout.max_prompt_tokens  # in all turns of a row
     row = rollout.max_prompt_tokens * PROMPT_TOKEN + written * RESPONSE_TOKEN
-    if log.record_experts:
-        row += rollout.context_tokens * choices_bytes(shape, hf_config)
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
         checkpoint=trained(shape) * PARAMETER[config.learner.precision] if saves else 0,

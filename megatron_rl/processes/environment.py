@@ -18,7 +18,7 @@ SECRET = re.compile(
     re.I,
 )
 # What a program needs to run at all. A reward runs what a model wrote: the rest it gets by
-# `reward.environment`.
+# `run.variables`.
 FOR_REWARDS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
     r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
@@ -55,15 +55,15 @@ def hidden_secrets(keep: str) -> Iterator[None]:
         os.environ.update(held)
 
 
-def for_rewards(
-    variables: Mapping[str, str], wanted: Collection[str], key: str = "reward.environment"
-) -> dict[str, str]:
-    """`wanted`: what the recipe names under `key`, for which alone a name that looks like a secret
+def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """`wanted`: names in run.variables, for which alone a name that looks like a secret
     is passed on.
     """
     missing = [name for name in wanted if name not in variables]
     if missing:
-        raise ConfigError(f"{key}: {', '.join(missing)} not set; export it, or leave it out")
+        raise ConfigError(
+            f"run.variables: {', '.join(missing)} not set; export it, or leave it out"
+        )
     usual = without_secrets(
         {name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)}
     )

@@ -80,12 +80,13 @@ class _Reply(msgspec.Struct):
 class RewardPool:
     """Worker processes; `score` returns one Score per task, in order. Threads take turns."""
 
-    def __init__(self, config: RewardSection) -> None:
+    def __init__(self, config: RewardSection, variables: Sequence[str] = ()) -> None:
+        """`variables`: of the environment, which the workers see beside the usual ones."""
         breaker = _Breaker(config)
         self._config = config
         self._log = RewardLog()
         names = [f"{WORKER} {number}" for number in range(config.workers)]
-        self._workers = [_Worker(name, config, breaker, self._log) for name in names]
+        self._workers = [_Worker(name, config, variables, breaker, self._log) for name in names]
         self._turn = threading.Lock()
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
@@ -119,13 +120,15 @@ class Unreachable(ConfigError):
     """A reward whose judge cannot be reached yet: the job may start it later."""
 
 
-def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[Score]:
+def check_importable(
+    config: RewardSection, tasks: Sequence[Task] = (), variables: Sequence[str] = ()
+) -> list[Score]:
     """Raises what `start` would. The user's module is imported in a process of its own, as it will
     be later, and judges these tasks there; none where all is built in.
     """
     if set(config.weights) <= set(VERIFIERS):
         return []
-    pool = RewardPool(replace(config, workers=1))
+    pool = RewardPool(replace(config, workers=1), variables)
     try:
         pool.start()
         return pool.score(tasks)
@@ -133,13 +136,15 @@ def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[
         pool.close()
 
 
-def check_called(config: RewardSection, prompts: Sequence[Prompt]) -> None:
+def check_called(
+    config: RewardSection, prompts: Sequence[Prompt], variables: Sequence[str]
+) -> None:
     """Raise if the user's reward scores none of these rows with the row's own answer."""
     tasks = [
         Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key)
         for one in prompts
     ]
-    scores = check_importable(config, tasks)
+    scores = check_importable(config, tasks, variables)
     if scores and all(one.error for one in scores):
         last = f"for {tasks[-1].response[:40]!r} to {prompts[-1].text[-60:]!r}"
         why = f"reward.name: {config.name} gives no score, {last} for one: {scores[-1].error}"
@@ -169,8 +174,16 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, name: str, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: RewardSection,
+        variables: Sequence[str],
+        breaker: _Breaker,
+        log: RewardLog,
+    ) -> None:
         self._name = name
+        self._variables = variables
         self._config = config
         self._breaker = breaker
         self._log = log
@@ -180,7 +193,7 @@ class _Worker:
         self._closed = False
 
     def start(self) -> None:
-        variables = for_rewards(os.environ, self._config.environment)
+        variables = for_rewards(os.environ, self._variables)
         self._process, ours = user_process(
             "megatron_rl.rewards.worker", self._name, self._log, variables
         )

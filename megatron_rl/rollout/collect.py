@@ -48,7 +48,7 @@ class RewardError(RuntimeError):
     hint = (
         "Fix the function that reward.name names, or the class that environment.name names: call "
         "it with a row of data.train and an answer. Variables that it needs are listed in "
-        "reward.environment."
+        "run.variables."
     )
 
 
@@ -310,9 +310,7 @@ class Scorer:
         scores = self._scores(rollouts, texts)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
-        penalties = overlong_penalty(
-            lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty
-        ).tolist()
+        penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer).tolist()
         scored = []
         for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
             penalty = 0.0 if rollout.session else penalty

@@ -101,12 +101,12 @@ class SaveSchedule:
     ) -> dict[str, Any] | None:
         """The manifest's part about rank 0; None where this step is not to be kept."""
         section = self._section
-        if not (section.every or section.minutes):
+        if not section.every:
             return None
         value = evaluated.get(section.best or "")
         better = value is not None and (self._best is None or value > self._best)
         due = ending or better
-        if section.every and step % section.every == 0:
+        if section.steps and step % section.steps == 0:
             due = True
         if section.minutes and time.monotonic() - self._saved_at >= 60 * section.minutes:
             due = True

@@ -53,9 +53,6 @@ SCHEMA = pa.schema(
         # of a session: the turn that each token was sampled in, -1: in none
         ("turns", pa.list_(pa.int32())),
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
-        # with log.record_experts: of each token read, layer by layer, one byte each or two
-        ("experts", pa.binary()),
-        ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # what it has come to, and its messages, as JSON
         ("prox_logprobs", pa.list_(pa.float32())),
@@ -82,7 +79,6 @@ class Columns(TypedDict, total=False):
     weights_BT: torch.Tensor | None
     mask_BT: torch.Tensor | None
     advantages_B: torch.Tensor | None
-    experts: bool  # whether to write those that the engine has told
     truths: Sequence[Any]  # the data set's own solutions
     pieces: Mapping[int, Sequence[str]]  # text of each token, by the place of the answer
 
@@ -105,7 +101,6 @@ def _table(
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     pieces = columns.get("pieces", {})
-    experts = [one.experts_SLK if columns.get("experts") else None for one in rollouts]
     table = {
         **{
             name: [getattr(rollout, name) for rollout in rollouts]
@@ -127,23 +122,12 @@ def _table(
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        "experts": [None if one is None else one.tobytes() for one in experts],
-        "experts_shape": [None if one is None else one.shape for one in experts],
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
     return pa.table(table, schema=SCHEMA)
-
-
-def _experts_of(row: Mapping[str, Any]) -> np.ndarray | None:
-    values = row.get("experts")  # not in the files of old runs
-    if values is None:
-        return None
-    shape = row["experts_shape"]
-    kind = np.uint8 if len(values) == np.prod(shape) else np.int16
-    return np.frombuffer(values, kind).reshape(shape)
 
 
 def session_of(text: str | None) -> Session | None:
@@ -208,7 +192,6 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
         format=row.get("format") or "",  # not in the files of old runs
         row=row.get("row") or 0,
-        experts_SLK=_experts_of(row),
         session=session_of(row.get("session")),
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )

@@ -44,7 +44,7 @@ class EngineSettings:
     device: schema.Device
     # what an update does to answers that are being written
     in_flight: schema.InFlight = schema.InFlight.finish
-    in_flight_cache: schema.Cache = schema.Cache.rebuild
+    routed_experts: bool = False  # responses come with the experts of every token read
     head: schema.Precision = schema.Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
@@ -59,7 +59,7 @@ class EngineSettings:
             seed=config.run.seed,
             device=config.run.device,
             in_flight=config.rollout.in_flight,
-            in_flight_cache=config.rollout.in_flight_cache,
+            routed_experts=config.learner.router is schema.Router.replay,
             head=config.model.head_precision,
             candidates=config.rollout.candidates,
         )
@@ -103,7 +103,7 @@ def engine_arguments(
         # CUDA's have
         "enable_chunked_prefill": gpu,
     }
-    if sampler.routed_experts:
+    if settings.routed_experts:
         arguments["enable_return_routed_experts" if gpu else KEEPS_EXPERTS] = True
     if settings.candidates:
         arguments["max_logprobs"] = settings.candidates

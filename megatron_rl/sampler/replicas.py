@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences, uses_servers
-from megatron_rl.config.schema import Cache
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import ProcessSettings
@@ -43,7 +42,6 @@ class Replicas:
             max_tokens=settings.max_tokens,
             vocabulary=vocabulary,
             note=note,
-            keep_cache=settings.in_flight_cache == Cache.keep,
             transport=settings.transport,
         )
         self.all: list[Replica] = []

@@ -43,7 +43,6 @@ class SamplerState:
     max_tokens: int  # of a prompt and its answer together: what every engine must take
     vocabulary: int
     note: Callable[[str], None]
-    keep_cache: bool = False  # open answers keep their keys and values over an update
     transport: Transport = Transport.file
     init_info: dict[str, Any] | None = None  # what engines were told before the first update
     # policy versions so far, the current one last

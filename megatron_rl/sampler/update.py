@@ -180,7 +180,7 @@ class Updates:
             replica.begin_update()
         try:
             stand = len(self._taken_by) > 1
-            states = await self._tell("finish", {}, keep_cache=state.keep_cache, stand=stand)
+            states = await self._tell("finish", {}, stand=stand)
             slowest = max(states, key=lambda answer: answer["load_s"])
             state.served.append(slowest["policy_version"])
             state.kept_update = [*told, ("finish", {})]

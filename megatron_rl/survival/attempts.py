@@ -95,8 +95,8 @@ def next_start(path: Path, section: CheckpointSection) -> str:
     if step:
         return f"the next one goes on after step {step}, in {PAUSE_S:.0f} s"
     why = ""
-    if not (section.every or section.minutes):
-        why = ": checkpoint.every and checkpoint.minutes are 0"
+    if not section.every:
+        why = ": checkpoint.every is 0"
     return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
 
 

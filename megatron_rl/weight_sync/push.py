@@ -2,8 +2,7 @@
 serves the version.
 
 Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank,
-or in the sampler, is raised on all of them, and the sampler keeps serving the version before; with
-`sync.staged: false` it may be left without one, and then refuses to generate.
+or in the sampler, is raised on all of them, and the sampler keeps serving the version before.
 """
 
 import time

@@ -106,7 +106,7 @@ class VllmPush(Push):
         every rank.
         """
         format = self._source.shards.format.value
-        announced = Announcement(version, format, self._sync.staged, self._source.tensors)
+        announced = Announcement(version, format, self._source.tensors)
         failure = self._refusal(self._relay.begin)
         if failure is None and self._engine is None:  # engines that are lost would have refused
             failure = self._open_engine()

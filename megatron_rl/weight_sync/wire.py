@@ -46,7 +46,6 @@ Handle = dict[str, tuple[Any, ...]]  # physical device -> arguments of rebuild_c
 class Announcement:
     policy_version: int
     format: str
-    staged: bool  # hold the update beside the live weights until it is verified
     tensors: tuple[TensorSpec, ...]
 
     def message(self) -> dict[str, Any]:

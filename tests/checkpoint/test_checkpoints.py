@@ -125,7 +125,7 @@ def test_a_manifest_of_any_types(
         return
     assert (found.step, type(found.updates), type(found.driver.position)) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
-    assert checkpoints.prune(path.parent, keep_last=1, keep_every=0, metric="eval/accuracy") == []
+    assert checkpoints.prune(path.parent, keep_last=1, metric="eval/accuracy") == []
 
 
 @pytest.mark.fault(
@@ -181,12 +181,12 @@ def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
     assert "step 2" in said[0]
 
 
-def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
+def test_what_stays_is_the_last_ones_and_the_best(tmp_path: Path) -> None:
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
         save(tmp_path, step, score=score)
-    removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4, metric="eval/accuracy")
-    assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
-    assert sorted(removed) == [1, 3, 5]
+    removed = checkpoints.prune(tmp_path, keep_last=2, metric="eval/accuracy")
+    assert checkpoints.steps(tmp_path) == [7, 6, 2]  # 2: of the two best the first
+    assert sorted(removed) == [1, 3, 4, 5]
 
 
 @pytest.mark.fault(

@@ -174,13 +174,13 @@ def test_several_files_take_turns_as_their_weights_say(
     )
     found = loaded(tokenizer, {small: 1, large: 3})
     assert [one.id for one in found.prompts] == list(range(53))
-    whole = PromptOrder(found, seed=3, shuffle=True)
+    whole = PromptOrder(found, seed=3)
     taken = whole.take(2000)
     assert sum(one.answer == "1" for one in taken) == 500
     of_small = [one.id for one in taken if one.answer == "1"]
     # each epoch has all of them
     assert all(sorted(of_small[at : at + 3]) == [0, 1, 2] for at in range(0, 498, 3))
-    resumed = PromptOrder(found, seed=3, shuffle=True, position=777)
+    resumed = PromptOrder(found, seed=3, position=777)
     assert resumed.take(500) == taken[777:1277] and resumed.position == 1277
 
 
@@ -199,7 +199,7 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert found.describe() == whole.describe()
     assert (len(found), found.duplicates, found.too_long) == (19_999, 1, 1)
     assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
-    drawn = (PromptOrder(one, seed=1, shuffle=True).take(300) for one in (whole, found))
+    drawn = (PromptOrder(one, seed=1).take(300) for one in (whole, found))
     assert next(drawn) == next(drawn)
     with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40, but 1 of"):
         loaded(tokenizer, path)
@@ -302,9 +302,9 @@ def test_what_is_no_tokenizer_or_has_no_template_is_named(tmp_path: Path) -> Non
 def test_the_order_resumes_from_its_position(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(90)]
     dataset = loaded(tokenizer, written(tmp_path / "rows.jsonl", rows))
-    whole = PromptOrder(dataset, seed=3, shuffle=True)
+    whole = PromptOrder(dataset, seed=3)
     taken = whole.take(70) + whole.take(70)
-    resumed = PromptOrder(dataset, seed=3, shuffle=True, position=70)
+    resumed = PromptOrder(dataset, seed=3, position=70)
     assert resumed.take(70) == taken[70:]
     assert resumed.position == whole.position == 140
     first = taken[:90]
@@ -315,5 +315,4 @@ def test_the_order_resumes_from_its_position(tmp_path: Path, tokenizer: FolderTo
         == {p.id for p in dataset.prompts}
     )
     assert first != second
-    assert PromptOrder(dataset, seed=4, shuffle=True).take(90) != first
-    assert PromptOrder(dataset, seed=4, shuffle=False).take(90) == list(dataset.prompts)
+    assert PromptOrder(dataset, seed=4).take(90) != first

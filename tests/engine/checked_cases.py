@@ -1,5 +1,5 @@
-"""Cases of engine_cases: an engine behind a transport of vLLM's kind, staged and in place,
-and its sleep.
+"""Cases of engine_cases: an engine behind a transport of vLLM's kind, and its
+sleep.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class Sender:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert str(self.engine.finish_weight_update()["policy_version"]) == weight_version
 
-    def send(self, seed: int, staged: bool, fault: str = "") -> str:
+    def send(self, seed: int, fault: str = "") -> str:
         """The next version; what was said against it."""
         case, sent = self.case, self.case.tensors(seed)
         version = case.version + 1
@@ -113,7 +113,7 @@ class Sender:
             chunks.append(chunks[0])
         try:
             self.relay.begin()
-            self.update_weights(Announcement(version, format, staged, tuple(announced)).message())
+            self.update_weights(Announcement(version, format, tuple(announced)).message())
             for names in chunks:
                 self.relay.update_weights({"names": names})
             if self.relay.failure:
@@ -133,52 +133,37 @@ FAULTS = ("unannounced", "stale", "flipped byte", "lost chunk", "sent twice", "a
 
 
 def run_checked(case: Case) -> dict[str, Any]:
-    """Staged on an INT8 engine; in place on the same one, as far as a host can: faults, and
-    what they leave.
-    """
+    """Faults on an INT8 engine, and what they leave."""
     engine = case.start("live", **CHECKED)
     sender = Sender(case, engine)
-    found = {"staged": {}, "in place": {}, "intact": [], "torn": []}
-    found["said"] = [sender.send(1, staged=True)]
+    found = {"staged": {}, "intact": []}
+    found["said"] = [sender.send(1)]
     first = answers(engine)
-    found["said"].append(sender.send(2, staged=True))
+    found["said"].append(sender.send(2))
     second = answers(engine)
     found["changes"] = second != first
     for fault in FAULTS:
-        found["staged"][fault] = sender.send(1, True, fault)
+        found["staged"][fault] = sender.send(1, fault)
         found["intact"].append(answers(engine) == second)
-    found["said"].append(sender.send(1, staged=True))
+    found["said"].append(sender.send(1))
     found["back"] = answers(engine) == first
+    found |= run_held(engine, sender, first)
     found["sleep"] = run_sleep(engine, sender)
     found["layerwise"] = run_layerwise(engine, case.tensors(1))
     engine.shutdown()
     return found
 
 
-def run_in_place(case: Case) -> dict[str, Any]:
-    engine = case.start("live", **CHECKED)
-    sender = Sender(case, engine)
-    found = {"faults": {}, "refused": {}, "healed": []}
-    found["said"] = [sender.send(1, staged=False)]
-    first = answers(engine)
-    found["said"].append(sender.send(2, staged=False))
-    found["changes"] = answers(engine) != first
-    for fault in FAULTS:
-        found["faults"][fault] = sender.send(2, False, fault)
-        found["refused"][fault] = attempt(lambda: answers(engine))
-        case.version += 1
-        sender.send(1, staged=False)
-        found["healed"].append(answers(engine) == first)
+def run_held(engine: Engine, sender: Sender, wanted: Any) -> dict[str, Any]:
+    """Blocks of the cache in use, which vLLM then refuses to reset."""
     pool = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    held = pool.get_new_blocks(1)  # of the cache, which vLLM then refuses to reset
-    found["held"] = attempt(lambda: sender.send(2, staged=False))
+    held = pool.get_new_blocks(1)
+    found = {"held": attempt(lambda: sender.send(2))}
     found["refused while held"] = attempt(lambda: answers(engine))
     pool.free_blocks(held)
-    case.version += 1
-    sender.send(1, staged=False)
-    found["reset"] = answers(engine) == first
-    engine.shutdown()
-    return found
+    sender.case.version += 1
+    sender.send(1)
+    return found | {"reset": answers(engine) == wanted}
 
 
 def run_sleep(engine: Engine, sender: Sender) -> dict[str, Any]:
@@ -187,21 +172,21 @@ def run_sleep(engine: Engine, sender: Sender) -> dict[str, Any]:
     found = {}
     engine.sleep(1)
     found["asleep"] = attempt(lambda: answers(engine))
-    found["update asleep"] = attempt(lambda: sender.send(2, staged=True))
+    found["update asleep"] = attempt(lambda: sender.send(2))
     engine.wake(None)
     found["same"] = answers(engine) == before
     engine.sleep(2)
     engine.wake(["weights"])
     found["cache asleep"] = attempt(lambda: answers(engine))
-    found["refused sync"] = sender.send(2, True, "flipped byte")
-    found["synced"] = sender.send(2, staged=True)
+    found["refused sync"] = sender.send(2, "flipped byte")
+    found["synced"] = sender.send(2)
     found["synced, cache asleep"] = attempt(lambda: answers(engine))
     engine.wake(["kv_cache"])
     found["new"] = attempt(lambda: answers(engine)) == "" and answers(engine) != before
     engine.sleep(2)
     engine.wake(None)
     found["discarded"] = attempt(lambda: answers(engine))
-    sender.send(2, staged=True)
+    sender.send(2)
     engine.sleep(1)
     layer = next(m for m in model_of(engine).modules() if isinstance(m, Attention))
     layer._k_scale.fill_(3.0)  # what a device that lost its memory would do

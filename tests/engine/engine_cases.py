@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checked_cases import run_checked, run_in_place
+from checked_cases import run_checked
 from in_flight_cases import run_in_flight
 from live_engine import Case
 from trainer_cases import run_trainer
@@ -32,7 +32,6 @@ def main() -> None:
             "model.layers.0.block_sparse_moe.experts.3.w1.weight",
         ),
         "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
-        "in_place": lambda: run_in_place(Case("qwen3", Format.none, out / "in_place")),
         "trainer": run_trainer,
         "in_flight": lambda: run_in_flight(Case("qwen3", Format.none, out / "in_flight")),
         "cache": lambda: run_cache(Case("qwen3", Format.none, out / "cache", kv_cache=KvCache.fp8)),

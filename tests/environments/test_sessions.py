@@ -296,13 +296,13 @@ def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("credit", ["turns", "environment"])
 def test_turns_have_their_own_credit(tmp_path: Path, credit: str) -> None:
-    with Played(tmp_path, counting, credit=Credit(credit), discount=0.5) as played:
+    with Played(tmp_path, counting, credit=Credit(credit)) as played:
         ((rollout,),) = played.play()
     by_turn = {
         turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0
     }
-    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1
-    assert by_turn == ({0: -0.5, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
+    # rewards 0 and 1: returns 1 and 1, of a session that is worth 1
+    assert by_turn == ({0: 0.0, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
 
 
 def test_an_environment_that_cannot_be_is_refused_by_name() -> None:
@@ -312,7 +312,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name() -> None:
         f"{HERE}:os": "neither a class nor",
         f"{HERE}:Guess": "unexpected keyword argument 'odd'",
     }.items():
-        said = refusal(check_importable, EnvironmentSection(name=name, settings={"odd": 1}))
+        said = refusal(check_importable, EnvironmentSection(name=name, settings={"odd": 1}), ())
         assert said.startswith("environment.name: ")
         assert why in said
 

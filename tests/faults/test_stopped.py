@@ -17,7 +17,7 @@ RECIPE = (
     "model.init=random",
     "model.path=data/toy/model",
     "reward.name=chance:score",
-    "checkpoint.minutes=0",
+    "checkpoint.every=0",
 )
 RECIPE += ("sync.probe_budget=1000",)
 # In the place of a defect of a rank: from a moment on, its updates do not return.

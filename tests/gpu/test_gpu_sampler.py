@@ -142,15 +142,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("transport", [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus)])
-@pytest.mark.parametrize("staged", [True, False])
-def test_every_transport_brings_what_files_bring(
-    transport: Transport, staged: bool, runs: Any
-) -> None:
+def test_every_transport_brings_what_files_bring(transport: Transport, runs: Any) -> None:
     files = runs(make_config())
     wanted = [files.push(seed) for seed in (1, 2)]
     files.close()
-    config = make_config(transport)
-    run = runs(replace(config, sync=replace(config.sync, staged=staged)))
+    run = runs(make_config(transport))
     assert [run.push(seed) for seed in (1, 2, 1)] == [*wanted, wanted[0]]
 
 

@@ -93,19 +93,13 @@ def test_what_a_large_run_writes() -> None:
         config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
         return advice.writes(shape, card, config)
 
-    found = writes({"keep_every": 250}, {"export": True})
+    found = writes({}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
-    assert found.checkpoints == 2 + 4 + 1
+    assert found.checkpoints == 2 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     row = 512 * 8 + 512 * 22
     assert found.rollouts == 100 * 64 * 8 * row
-    assert writes({"minutes": 0}, {"record_every": 0}).total < 5e6
-    card = read_card("Qwen3-30B-A3B")
-    shape = ModelShape.from_hf(card)
-    without = writes({}, {})
-    recorded = writes({}, {"record_experts": True})
-    experts = recorded.rollouts - without.rollouts
-    assert experts == 100 * 64 * 8 * (512 + 512) * 48 * 8
+    assert writes({"every": 0}, {"record_every": 0}).total < 5e6
 
 
 def test_a_clip_of_another_loss() -> None:

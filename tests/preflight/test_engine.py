@@ -12,6 +12,7 @@ from megatron_rl.config.schema import (
     LearnerSection,
     QuantizationSection,
     RolloutSection,
+    Router,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -64,7 +65,8 @@ def test_experts_of_a_layer_are_quantized_together(entry):
 
 def test_experts_are_told_on_gpus_from_the_prefix_cache():
     config = Config(
-        sampler=SamplerSection(routed_experts=True, vllm={"enable_prefix_caching": False})
+        sampler=SamplerSection(vllm={"enable_prefix_caching": False}),
+        learner=LearnerSection(router=Router.replay),
     )
     (found,) = problems(config, NODE, "qwen3_moe")
     assert found.startswith("sampler.vllm.enable_prefix_caching: false")

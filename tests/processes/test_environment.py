@@ -77,7 +77,7 @@ def test_secrets_are_hidden_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.fault(
     "a reward looks for secrets in its environment",
-    "it finds what `reward.environment` names, no more",
+    "it finds what `run.variables` names, no more",
 )
 def test_rewards_are_given_a_short_list() -> None:
     everything = dict.fromkeys((*SECRETS, *HARMLESS, "MY_SERVICE"), "x")

@@ -189,9 +189,7 @@ def test_what_rewards_print_is_limited(capfd: pytest.CaptureFixture[str]) -> Non
     assert said.count("left out") == 1
 
 
-@pytest.mark.fault(
-    "a reward asks for a secret of the run", "it sees what `reward.environment` names"
-)
+@pytest.mark.fault("a reward asks for a secret of the run", "it sees what `run.variables` names")
 def test_a_reward_sees_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")

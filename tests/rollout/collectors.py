@@ -77,6 +77,6 @@ def collector(
     rebaseline: bool = True,
 ) -> Collector:
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(997))
-    order = PromptOrder(Dataset(prompts, len(prompts), 0, 0), seed=1, shuffle=False)
+    order = PromptOrder(Dataset(prompts, len(prompts), 0, 0), seed=1)
     scorer = Scorer(reward or RewardSection(), scores, Words())  # type: ignore[arg-type]
     return Collector(rollout, order, answers, scorer, rebaseline=rebaseline, seed=1)

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -233,29 +232,6 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     assert ages == {"1": n - n // 2, "2": int(batch.mask_BT.sum()) - (n - n // 2)}
 
 
-@pytest.mark.parametrize("many", [128, 300])
-def test_the_experts_of_an_answer_round_trip(run_folder, many):
-    recorder = start(run_folder)
-    scored, _ = make_scored(3)
-    told = []
-    for place, one in enumerate(scored):
-        read = len(one.rollout.prompt.token_ids) + len(one.rollout.token_ids) - 1
-        experts_SLK = np.random.default_rng(place).integers(many, size=(read, 4, 2))
-        experts_SLK[0, 0] = (0, many - 1)
-        kept = None if place == 1 else experts_SLK.astype(np.uint8 if many < 256 else np.int16)
-        told.append(replace(one, rollout=replace(one.rollout, experts_SLK=kept)))
-    recorder.rollouts(1, told, experts=True)
-    recorder.rollouts(2, told)
-    (_, with_experts), (_, without) = recorded_steps(RunDir(run_folder).rollouts)
-    batch = load_recorded(with_experts).batch
-    wanted = collate(told)
-    assert torch.equal(batch.experts_PLK, wanted.experts_PLK)
-    assert wanted.experts_PLK.dtype == (torch.int8 if many == 128 else torch.int16)
-    assert wanted.experts_PLK.max() == many - 1
-    assert (wanted.rows(torch.tensor([1])).experts_PLK == -1).all()
-    assert load_recorded(without).batch.experts_PLK is None
-
-
 def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):
     monkeypatch.setenv("SOME_SETTING", "value-of-the-environment")
     config = make_config()
@@ -278,7 +254,7 @@ def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):
         ]
         == "(hidden)"
     )
-    with pytest.raises(ConfigError, match=r"environment\.variables") as refused:
+    with pytest.raises(ConfigError, match=r"environment\.settings") as refused:
         load("recipes/tools.yaml", ["environment.settings={service: {api_key: sesame}}"])
     assert "sesame" not in str(refused.value)
 

@@ -75,10 +75,6 @@ class LiveFleet:
     ):
         return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
 
-    def keep_cache(self, keep: bool) -> None:
-        """Set whether an update keeps the keys and values of open samples."""
-        self.sampler._replicas._state.keep_cache = keep
-
     def open(self) -> list[int]:
         """Number of open samples of each server."""
         return [one["open"] for one in self.sampler.health()["engines"]]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tiny_engine import Live, make_model, make_settings, rest, startable
 
-from megatron_rl.config.schema import Cache, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
@@ -29,7 +29,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     config = model.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 320}))
     vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "block_size": BLOCK}
-    settings = replace(make_settings(vllm=vllm), max_tokens=320, in_flight_cache=Cache.keep)
+    settings = replace(make_settings(vllm=vllm), max_tokens=320)
     with startable(), Sampler(settings, model.folder, folder) as sampler:
         yield Live(sampler, model, Format.none, folder)
 

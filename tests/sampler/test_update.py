@@ -89,11 +89,8 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
     (one,), events = several({})
 
     async def use(state: SamplerState) -> None:
-        state.keep_cache, updates, open_one = (
-            True,
-            Updates([one], state),
-            SimpleNamespace(changed=asyncio.Event()),
-        )
+        updates = Updates([one], state)
+        open_one = SimpleNamespace(changed=asyncio.Event())
         state.dispatchers.append(open_one)
         await updates.hold()
         await loaded(updates)
@@ -104,7 +101,7 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
 
     run(use)
     assert [event.split()[-1] for event in events] == ["start", "stage", "finish"]
-    assert one.engine.told["finish"] == {"keep_cache": True, "stand": False}
+    assert one.engine.told["finish"] == {"stand": False}
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -24,7 +24,7 @@ class Run:
 
     def __init__(self, folder: Path, *ends: tuple[int, str, int]) -> None:
         self.config = Config(
-            run=RunSection(name="run", root=str(folder)), checkpoint=CheckpointSection(minutes=0)
+            run=RunSection(name="run", root=str(folder)), checkpoint=CheckpointSection(every=0)
         )
         self.path = folder / "run"
         self._ends = list(ends)

@@ -250,7 +250,7 @@ SETTINGS = (
         "reward.workers=1",
     ),
     "reward.timeout_s=100",
-    *("reward.environment=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    *("run.variables=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
     *(
         "rollout.max_gen_batches=1",
         "rollout.max_response_tokens=12",
@@ -258,7 +258,7 @@ SETTINGS = (
         "eval.max_prompts=8",
     ),
     *(
-        "checkpoint.minutes=600",
+        "checkpoint.every=600min",
         "sampler.vllm.max_num_seqs=64",
         "log.export=true",
         "learner.n_minibatches=1",

@@ -106,7 +106,7 @@ def measure(
             env=engine_environment(),
         )
         try:
-            order = PromptOrder(dataset, config.run.seed, shuffle=True)
+            order = PromptOrder(dataset, config.run.seed)
             scorer = Scorer(config.reward, rewards, tokenizer)
             collector = Collector(
                 config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed

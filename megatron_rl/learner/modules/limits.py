@@ -286,7 +286,7 @@ def experts_per_token(hf_config: Mapping[str, Any]) -> int:
 
 
 def choices_bytes(shape: ModelShape, hf_config: Mapping[str, Any]) -> int:
-    """Bytes per token of its routed experts in all layers (`sampler.routed_experts`)."""
+    """Bytes per token of its routed experts in all layers (`learner.router: replay`)."""
     return shape.layers * experts_per_token(hf_config) * (1 if shape.experts <= 128 else 2)
 
 

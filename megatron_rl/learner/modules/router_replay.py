@@ -116,9 +116,8 @@ def check(found: Mapping[str, float]) -> Mapping[str, float]:
         return found
     if not found["router/replayed"]:
         raise ReplayError(
-            "learner.router: replay, but the sampler has told no expert of this step's tokens: set "
-            "sampler.routed_experts=true (servers started by hand need it too), or "
-            "learner.router=own"
+            "learner.router: replay, but the sampler has told no expert of this step's tokens: "
+            "start its servers with this recipe, or set learner.router=own"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(

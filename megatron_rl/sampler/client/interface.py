@@ -140,7 +140,7 @@ class Engine(Protocol):
         before serves on.
 
         `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await`
-        (until it is checked), `finish` (`keep_cache`, `stand`; what it cost), and `resume` where
+        (until it is checked), `finish` (`stand`; what it cost), and `resume` where
         open samples were to stand still.
         """
         ...

@@ -9,15 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.types import NO_EXPERT
 from megatron_rl.workshop.reports.run_data import readable, session_table
 
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -57,7 +54,7 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
-    told = describe(found) + session_table(recorded) + expert_table(recorded) + unread
+    told = describe(found) + session_table(recorded) + unread
     return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{told}"
 
 
@@ -89,27 +86,6 @@ def _metrics(
     batch, stale = without_stale(recorded.batch, config, recorded.version)
     correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
     return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
-
-
-def expert_table(recorded: Sequence[Recorded]) -> str:
-    """Table of the experts that tokens went to, by layer, if recorded (log.record_experts)."""
-    told = [one.batch.experts_PLK for one in recorded if one.batch.experts_PLK is not None]
-    if not told:
-        return ""
-    rows = []
-    for layer, chosen_NK in enumerate(torch.cat(told).unbind(1)):
-        chosen = chosen_NK[chosen_NK[:, 0] != NO_EXPERT].flatten().long()
-        if len(chosen):
-            shares = chosen.bincount() / len(chosen)
-            rows.append(
-                [
-                    str(layer),
-                    f"{int((shares > 0).sum())}",
-                    f"{int(shares.argmax())}",
-                    f"{shares.max():.1%}",
-                ]
-            )
-    return "\n".join(["\n", *table(("layer", "experts used", "busiest", "its share"), rows)])
 
 
 def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:

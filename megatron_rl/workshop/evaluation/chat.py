@@ -111,7 +111,7 @@ def _environment(
     if section.name is None:
         yield None
         return
-    with closing(EnvironmentPool(section)) as pool:
+    with closing(EnvironmentPool(section, config.run.variables)) as pool:
         try:
             pool.start()
         except ConfigError as error:

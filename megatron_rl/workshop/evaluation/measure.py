@@ -69,7 +69,7 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
         for one in sets:
             found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
             note(f"{one.path}: {found.describe()}")
-            pool = RewardPool(one.reward)
+            pool = RewardPool(one.reward, config.run.variables)
             stack.callback(pool.close)
             pool.start()
             opened.append((one, found, Scorer(one.reward, pool, tokenizer)))

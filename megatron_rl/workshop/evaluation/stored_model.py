@@ -114,7 +114,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     if newest is None:
         raise ConfigError(
             f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with "
-            "log.export=true, and checkpoints with checkpoint.every or checkpoint.minutes"
+            "log.export=true, and checkpoints with checkpoint.every"
         )
     policy = newest.path / checkpoints.POLICY
     note = (

@@ -171,7 +171,7 @@ def _of_engine(case: Case) -> dict[str, dict[str, float]]:
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
-    if sync.staged and sync.transport != Transport.file:
+    if sync.transport != Transport.file:
         staged = {"engine: next weights": engine.weights}
     else:
         staged = {}

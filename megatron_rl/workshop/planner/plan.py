@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Config, Offload, Sleep, Transport
+from megatron_rl.config.schema import Config, Offload, Router, Sleep, Transport
 from megatron_rl.learner.modules.limits import choices_bytes
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters, trained
@@ -250,7 +250,7 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         )
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
-        * config.sampler.routed_experts,
+        * (config.learner.router is Router.replay),
         "batches that wait": case.work.waiting_bytes(config.rollout.ahead),
     }
     return {part: nbytes for part, nbytes in found.items() if nbytes}

@@ -284,7 +284,7 @@ def _saving(case: Case, step_s: float) -> float:
     """
     section = case.config.checkpoint
     copied = _kept(case)
-    every = section.every or (
+    every = section.steps or (
         max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0
     )
     if every:

@@ -43,8 +43,6 @@ def _switches(values: Values, told: Accounts) -> None:
             values.pop(key, None)
     if not values.get("rollout.ahead"):
         values.pop("rollout.in_flight", None)
-    if values.get("rollout.in_flight") != "continue":
-        values.pop("rollout.in_flight_cache", None)
     if "=grpo_is" in values and values.get("advantage.estimator", "grpo") == "grpo":
         values["advantage.estimator"] = values["=grpo_is"]
     if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":

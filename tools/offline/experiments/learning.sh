@@ -25,7 +25,7 @@ json.dump(config, open(path, "w"))' "$data/model/config.json" hidden_size=640 nu
 read -r -a given <<<"run.device=cuda ${OVERRIDES:-}"
 settings=("data.train=$data/train.jsonl" "data.eval=$data/test.jsonl" reward.name=exact_match
   run.if_exists=archive learner.tensor_parallel=1 sampler.vllm.gpu_memory_utilization=0.3
-  checkpoint.minutes=0 "${given[@]}")
+  checkpoint.every=0 "${given[@]}")
 
 run() {  # NAME RECIPE [KEY=VALUE ...]
   local name=learning_$1 recipe=$2 status=0
