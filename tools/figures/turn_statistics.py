@@ -36,7 +36,6 @@ KINDS = {
     "turn, geometric": WeightConfig(level="turn", aggregate="geometric", high=None),
     "turn": WeightConfig(level="turn", high=None),
     "prefix": WeightConfig(level="prefix", high=None),
-    "prefix, min": WeightConfig(level="prefix", aggregate="min", high=None),
     "sequence, geometric": WeightConfig(level="sequence", aggregate="geometric", high=None),
     "sequence": WeightConfig(level="sequence", high=None),
     "token, cap 2": WeightConfig(level="token", high=2.0),
