@@ -102,7 +102,7 @@ def test_several_engines_share_the_gpus_out():
         (
             {"vllm": {"kv_cache_memory_bytes": 1 << 50}, "engines": 2},
             Device.cpu,
-            ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"],
+            ["sampler.vllm.kv_cache_memory_bytes", "2097152"],
         ),
         ({"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
     ],

@@ -111,7 +111,7 @@ def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
     whole = list(case.tensors(2).items())
     engine.update_weights(write(case, dict(whole[:-1])))
     case.version -= 1
-    said = attempt(partial(finish, engine, False))
+    said = attempt(partial(finish, engine))
     return {"said": said, "answers": answers_to(engine, numbers), "status": engine.status()}
 
 

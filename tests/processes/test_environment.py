@@ -89,7 +89,7 @@ def test_rewards_are_given_a_short_list() -> None:
     }
     named = for_rewards(everything, ("OPENAI_API_KEY", "MY_SERVICE"))
     assert set(named) - set(for_rewards(everything, ())) == {"OPENAI_API_KEY", "MY_SERVICE"}
-    with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE not set"):
+    with pytest.raises(ConfigError, match=r"run\.variables: NOT_THERE not set"):
         for_rewards(everything, ("NOT_THERE",))
 
 

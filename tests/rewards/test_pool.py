@@ -4,7 +4,7 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,12 @@ def run(row, answer_key, response):
 
 @contextmanager
 def started(
-    name: str = "hostile_rewards:run", timeout_s: float = PATIENCE_S, **keys: Any
+    name: str = "hostile_rewards:run",
+    timeout_s: float = PATIENCE_S,
+    variables: Sequence[str] = (),
+    **keys: Any,
 ) -> Iterator[RewardPool]:
-    pool = RewardPool(RewardSection(name=name, timeout_s=timeout_s, **keys))
+    pool = RewardPool(RewardSection(name=name, timeout_s=timeout_s, **keys), variables)
     try:
         pool.start()
         yield pool
@@ -193,11 +196,11 @@ def test_what_rewards_print_is_limited(capfd: pytest.CaptureFixture[str]) -> Non
 def test_a_reward_sees_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")
-    with started(environment=["WANTED"]) as pool:
+    with started(variables=["WANTED"]) as pool:
         assert scored(pool, ({}, "seen")) == [number(1.0)]
     with (
-        pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"),
-        started(environment=["NOT_THERE"]),
+        pytest.raises(ConfigError, match=r"run\.variables: NOT_THERE"),
+        started(variables=["NOT_THERE"]),
     ):
         pass
 
