@@ -82,7 +82,7 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(
 
     monkeypatch.setattr(train, "Driver", lambda *_: Part("driver", log))
     monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
-    monkeypatch.setattr(train.WeightSync, "from_config", lambda *_: Part("sync", log))
+    monkeypatch.setattr(train, "WeightSync", lambda *_: Part("sync", log))
     monkeypatch.setattr(train.Model, "read", lambda *_: None)
     monkeypatch.setattr(train, "LearnerState", lambda _: None)
     monkeypatch.setattr(train, "Saver", lambda *_: None)

@@ -44,7 +44,7 @@ def test_the_dry_run_takes_the_pages_recipe(place: Path, command: Command) -> No
 
 def test_the_pages_class_is_an_environment(place: Path) -> None:
     section = load(place / "recipes" / "mine.yaml").environment
-    (tool,) = check_importable(section).tools
+    (tool,) = check_importable(section, ()).tools
     assert tool["function"]["name"] == "calculate"
     made = load_environment(str(section.name)).make
     environment = made()

@@ -56,7 +56,7 @@ def test_checksums_look_at_bytes_wherever_they_lie(dtype, monkeypatch):
 
 
 ANNOUNCED = Announcement(
-    7, "int8", True, (TensorSpec("a", "int8", (2, 3)), TensorSpec("b", "float32", (2, 1)))
+    7, "int8", (TensorSpec("a", "int8", (2, 3)), TensorSpec("b", "float32", (2, 1)))
 )
 
 
