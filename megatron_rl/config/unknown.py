@@ -28,6 +28,20 @@ class Removed:
     value: Callable[[Any, Any], Any] = lambda removed, present: removed
 
 
+def _engines(fleet: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `sampler` with the engines of a recorded `sampler.fleet`."""
+    servers = fleet.get("servers", 0)
+    addresses = fleet.get("addresses", [])
+    engines = fleet.get("replicas") or servers or len(addresses)
+    return {
+        **sampler,
+        "engines": engines or sampler.get("engines", 1),
+        "dedicated_nodes": servers > 0,
+        "addresses": addresses,
+        "formats": fleet.get("formats", []),
+    }
+
+
 # keys whose value in a recorded run no longer matters
 _LONG_AGO = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
@@ -36,8 +50,6 @@ _LONG_AGO = {
     "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",
     "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
     "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
-    "sampler.fleet": "replicas are sampler.engines, servers are sampler.engines with "
-    "sampler.dedicated_nodes=true, addresses and formats are sampler.addresses and .formats",
     "quantization.smoothing_every": "smoothing scales stay for 10 syncs; leave it out",
     "sync.bucket_mib": "buckets take 64 MiB; leave it out",
     "sync.delta": "set sync.full_every above 1 for patches between whole versions",
@@ -79,6 +91,12 @@ REMOVED = {
     ),
     "checkpoint.keep_every": Removed("set checkpoint.keep_last", 0),
     "log.record_experts": Removed("chosen experts are not recorded; leave it out", False),
+    "sampler.fleet": Removed(
+        "replicas are sampler.engines, servers are sampler.engines with "
+        "sampler.dedicated_nodes=true, addresses and formats are sampler.addresses and .formats",
+        to="sampler",
+        value=_engines,
+    ),
     "sync.staged": Removed("an update is verified beside the live weights; leave it out", True),
     "rollout.stale": Removed("no batch is begun that would become too old; leave it out", "wait"),
     "loss.clip_growth": Removed("the clip is the same at every token; leave it out", 0.0),

@@ -62,3 +62,24 @@ def test_a_key_that_was_set_is_refused_by_name(folder: Path) -> None:
     path = recorded(folder, correction={"step_power": 0.5}, loss={"prefix_budget": 0.02})
     said = refusal(recorded_config, path)
     assert "correction.step_power is 0.5" in said and "loss.prefix_budget is 0.02" in said
+
+
+def test_engines_of_a_fleet_are_carried_over(folder: Path) -> None:
+    fleet = {"replicas": 2, "servers": 0, "addresses": [], "formats": ["none", "int8"]}
+    sampler = recorded_config(recorded(folder, sampler={"fleet": fleet})).sampler
+    assert (sampler.engines, sampler.dedicated_nodes) == (2, False)
+    assert sampler.formats == ["none", "int8"]
+
+
+def test_one_interval_and_one_list_of_variables(folder: Path) -> None:
+    old = {"every": 0, "minutes": 30.0, "keep_every": 0}
+    path = recorded(
+        folder,
+        checkpoint=old,
+        reward={"environment": ["JUDGE"]},
+        environment={"variables": ["SEARCH"]},
+    )
+    config = recorded_config(path)
+    assert config.checkpoint.every == "30min"
+    assert config.run.variables == ["JUDGE", "SEARCH"]
+    assert recorded_config(recorded(folder, checkpoint=old | {"every": 5})).checkpoint.every == 5
