@@ -116,8 +116,8 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
     """sampler.vllm against the vLLM that is installed, where one is."""
     known = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
     if known is not None:
-        given = {key: value for key, value in sampler.vllm.items() if key not in OWNED_ARGUMENTS}
-        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known, null=True)
+        given = sampler.vllm.keys() - OWNED_ARGUMENTS
+        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known)
     longest = longest_sequence(rollout, eval)
     if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
         yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"

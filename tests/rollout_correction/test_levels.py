@@ -212,21 +212,6 @@ def test_splits_padding_and_chunks(
     assert torch.equal(other.mask_BT, whole.mask_BT)
 
 
-@pytest.mark.parametrize("weight", GROUPED, ids=name)
-def test_bfloat16_logprobs_are_their_float32_values(weight: WeightConfig) -> None:
-    prox_BT, mu_BT, mask_BT = example(2)
-    config = CorrectionConfig(
-        weight=weight, reject=[RejectRule(level="turn", stat="tv", reduce="mean", high=0.2)]
-    )
-    narrow = (prox_BT.bfloat16(), mu_BT.bfloat16())
-    found = rollout_correction(*narrow, mask_BT, config, turns_of(mask_BT))
-    same(
-        found,
-        rollout_correction(*(one.float() for one in narrow), mask_BT, config, turns_of(mask_BT)),
-        exact=True,
-    )
-
-
 def test_more_rows_than_a_chunk_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = example(4, rows=40)
     rule = RejectRule(level="turn", stat="k3", reduce="sum", high=0.5)
@@ -288,12 +273,6 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
     (found_BT,) = torch.autograd.grad(sum(parts), pi_BT)  # type: ignore[arg-type]
     torch.testing.assert_close(found_BT, expected_BT, rtol=1e-6, atol=1e-8)
     assert found_BT.any()
-
-
-def test_shapes_that_do_not_fit() -> None:
-    batch = example()
-    with pytest.raises(ValueError, match=r"the turns are \[7, 1\] and the mask is \[7, 9\]"):
-        rollout_correction(*batch, CorrectionConfig(), torch.zeros(7, 1, dtype=torch.int64))
 
 
 def test_a_long_turn_is_summed_as_its_row_is() -> None:

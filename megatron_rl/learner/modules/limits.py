@@ -405,5 +405,5 @@ def _passed(
         yield f"{prefix}.{key}: {owned[key]}"
     known = foreign.fields_of("megatron.core", files, _CLASSES)
     assert known is not None
-    rest = {key: value for key, value in given.items() if key not in owned}
+    rest = given.keys() - owned.keys()
     yield from foreign.misfits(prefix, f"megatron-core's {name}", rest, known)
