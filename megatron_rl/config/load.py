@@ -3,10 +3,14 @@ rule of rules.py and engine_rules.py; writes one as YAML, tells who has set each
 differs from its base.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config import engine_rules, layers, rules
 from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
@@ -15,6 +19,8 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import key_of, keys_in, made, misfits, without
 from megatron_rl.config.unknown import carried
+
+RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")  # a function, such as ${oc.env:HOME}
 
 __all__ = [
     "CONF",
@@ -105,6 +111,9 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:
         merged["run"] = {**run, "name": path.stem}
+    if "${" in str(merged):
+        whole = OmegaConf.merge(asdict(Config()), merged)
+        merged = {name: _interpolated(one, whole, str(name)) for name, one in merged.items()}
     wrong = list(misfits(merged, Config))
     if wrong:  # those keys stand at their defaults
         merged = {
@@ -118,6 +127,23 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
         *wrong,
         *(line for line in check(config) if not any(key in line for key in keys)),
     ]
+
+
+def _interpolated(value: Any, whole: Any, path: str) -> Any:
+    """A value with references to other keys, such as ${run.root}, replaced by what these hold.
+
+    Resolvers, such as ${oc.env:HOME}, stay as they are: `misfits` refuses them.
+    """
+    if isinstance(value, Mapping):
+        return {name: _interpolated(one, whole, f"{path}.{name}") for name, one in value.items()}
+    if not isinstance(value, str) or "${" not in value or RESOLVER.search(value):
+        return value
+    try:
+        found = OmegaConf.select(whole, path)
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{path} is {value}: {reason}; name another key, or the value") from None
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
 def check(config: Config) -> list[str]:

@@ -141,7 +141,7 @@ def misfits(
 
 def _problem(full: str, value: Any, key: Key) -> str | None:
     if key.section is None and "${" in str(value):
-        return f"{full} is {as_written(value)}: nothing is read in place of ${{...}}; write the value itself"
+        return f"{full} is {as_written(value)}: no environment is read and no function called; write the value itself"
     if not fits(key.kind, value) or (key.choices and value not in (None, *key.choices)):
         return f"{full} is {as_written(value)}: {_way_out(value, key)}"
     if value is None or key.bound is None:

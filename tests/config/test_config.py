@@ -306,3 +306,18 @@ def test_the_guide_explains_every_knob_and_every_preset() -> None:
     values = {str(value) for name in enums for value in getattr(schema, name)}
     presets = {path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml")}
     assert (knobs | values | presets) - words == set()
+
+
+def test_a_reference_to_another_key_is_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text('run: {root: there}\nsync: {dir: "${run.root}/${rollout.top_p}"}\n')
+    given = [
+        "data.train=a",
+        "model.path=b",
+        "rollout.max_response_tokens=${rollout.max_prompt_tokens}",
+    ]
+    config = load(path, given)
+    assert config.sync.dir == "there/1.0"
+    assert config.rollout.max_response_tokens == config.rollout.max_prompt_tokens
+    with pytest.raises(ConfigError, match=r"sync\.dir.*nothing\.here"):
+        load(path, [*given, "sync.dir=${nothing.here}"])
