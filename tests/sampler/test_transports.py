@@ -130,7 +130,7 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     named = {"names": ["w"], "dtype_names": ["int8"], "shapes": [[2, 3]]}
     handle = torch.Tensor, torch.Size([6]), (1,), 0, torch.int8, b"h" * 64, None, True
     packed = named | {"ipc_handles": wire.encode_handles({"GPU-1": handle}), "tensor_sizes": [6]}
-    announced = wire.Announcement(1, "int8", True, (wire.TensorSpec("w", "int8", (2, 3)),))
+    announced = wire.Announcement(1, "int8", (wire.TensorSpec("w", "int8", (2, 3)),))
     around = announced.message(), wire.Seal(1, {"w": (-1, 2**62)}).message(), {wire.ABANDON: "why"}
     for engine, init, update in (
         (CheckedNCCL, told[1], named),

@@ -167,7 +167,10 @@ def measure(
                 parts = [
                     manifest.read(manifest_path(folder, version, writer)) for writer in writers
                 ]
-                written = [sum(part.stored_bytes for part in one.tensors) for one in parts]
+                written = [
+                    sum(part.stored_bytes for entry in one.tensors for part in entry.parts)
+                    for one in parts
+                ]
         if sampler is None:
             return {}
         (answer,) = sampler.generate(
