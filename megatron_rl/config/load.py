@@ -111,9 +111,11 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:
         merged["run"] = {**run, "name": path.stem}
-    if "${" in str(merged):
+    text = str(merged)
+    # one that calls a function is not resolved, not even behind another key: `misfits` refuses it
+    if "${" in text and not RESOLVER.search(text):
         whole = OmegaConf.merge(asdict(Config()), merged)
-        merged = {name: _interpolated(one, whole, str(name)) for name, one in merged.items()}
+        merged = {name: _interpolated(one, whole, name) for name, one in merged.items()}
     wrong = list(misfits(merged, Config))
     if wrong:  # those keys stand at their defaults
         merged = {
@@ -129,21 +131,24 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     ]
 
 
-def _interpolated(value: Any, whole: Any, path: str) -> Any:
-    """A value with references to other keys, such as ${run.root}, replaced by what these hold.
-
-    Resolvers, such as ${oc.env:HOME}, stay as they are: `misfits` refuses them.
-    """
+def _interpolated(value: Any, within: Any, name: Any) -> Any:
+    """The value of `within[name]`, its references to other keys replaced by what these hold."""
     if isinstance(value, Mapping):
-        return {name: _interpolated(one, whole, f"{path}.{name}") for name, one in value.items()}
-    if not isinstance(value, str) or "${" not in value or RESOLVER.search(value):
+        return {key: _interpolated(one, within[name], key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_interpolated(one, within[name], index) for index, one in enumerate(value)]
+    if "${" not in str(value):
         return value
     try:
-        found = OmegaConf.select(whole, path)
+        found = within[name]
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{path} is {value}: {reason}; name another key, or the value") from None
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        raise ConfigError(
+            f"{error.full_key} is {value}: {reason}; name another key, or the value"
+        ) from None
+    if OmegaConf.is_config(found):
+        return OmegaConf.to_container(found, resolve=True)
+    return found
 
 
 def check(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from grid import is_grid
 from helpers import Command, refusal
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, schema, to_yaml
+from megatron_rl.config.load import read
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Format, Level, OnNonFinite, RejectRule
 from megatron_rl.config.shape import key_of
@@ -321,3 +322,18 @@ def test_a_reference_to_another_key_is_resolved(tmp_path: Path) -> None:
     assert config.rollout.max_response_tokens == config.rollout.max_prompt_tokens
     with pytest.raises(ConfigError, match=r"sync\.dir.*nothing\.here"):
         load(path, [*given, "sync.dir=${nothing.here}"])
+    held = load(
+        path, [*given, "data.train={a.jsonl: '${optim.lr}'}", "log.profile_steps=['${sync.every}']"]
+    )
+    assert (held.data.train, held.log.profile_steps) == ({"a.jsonl": 1e-6}, [1])
+
+
+def test_a_reference_reaches_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "8765")
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {root: '${oc.env:MY_SECRET}'}\nsync: {dir: '${run.root}'}\n")
+    config, said = read(path)
+    assert any(one.startswith("run.root is ${oc.env:MY_SECRET}") for one in said)
+    assert "8765" not in f"{config}{said}"
