@@ -65,6 +65,11 @@ _LONG_AGO = {
     "log.project": "set the environment variable WANDB_PROJECT",
     "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
 }
+_VARIABLES = Removed(
+    "set run.variables",
+    to="run.variables",
+    value=lambda removed, present: [*(present or ()), *removed],
+)
 REMOVED = {
     **{key: Removed(way_out) for key, way_out in _LONG_AGO.items()},
     "data.shuffle": Removed("prompts come in an order by run.seed; leave it out", True),
@@ -72,16 +77,8 @@ REMOVED = {
         "keys and values are computed again with new weights; leave it out", "rebuild"
     ),
     "reward.overlong_penalty": Removed("it is 1: the reward falls by 1; leave it out", 1.0),
-    "reward.environment": Removed(
-        "set run.variables",
-        to="run.variables",
-        value=lambda removed, present: [*(present or ()), *removed],
-    ),
-    "environment.variables": Removed(
-        "set run.variables",
-        to="run.variables",
-        value=lambda removed, present: [*(present or ()), *removed],
-    ),
+    "reward.environment": _VARIABLES,
+    "environment.variables": _VARIABLES,
     "environment.discount": Removed("later rewards count in full; leave it out", 1.0),
     "sampler.routed_experts": Removed("learner.router: replay implies it; leave it out"),
     "checkpoint.minutes": Removed(

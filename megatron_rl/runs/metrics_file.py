@@ -115,10 +115,6 @@ class Curves:
         ]
         return Series([step for step, _ in found], [value for _, value in found])
 
-    def first_of(self, *names: str) -> str | None:
-        """The first of these metrics that the run has."""
-        return next((name for name in names if self.series(name)), None)
-
     def last(self, name: str) -> float | None:
         values = self.series(name).finite
         return values[-1] if values else None

@@ -21,7 +21,6 @@ RECIPE = (
     "reward.name=chance:score",
     "sync.probe_budget=1000",
     "checkpoint.every=1",
-    "checkpoint.minutes=0",
 )
 
 
