@@ -96,4 +96,5 @@ def test_a_run_goes_on_and_is_looked_into(empty: Path) -> None:
     typed(empty, f"{train} {huge} run.steps=4 'run.resume_allow=[optim.lr, optim.min_lr]' || true")
     said = typed(empty, "megatron-rl rerun-step runs/quickstart_lora/dumps/nonfinite_*")
     assert re.search(r"decoder\.layers\.0\.\S+\.lora", said)
-    assert re.search(r"now +\w", said)
+    then, now = re.findall(r"^(?:then|now) +(\S.*?)(?:, on other ranks)?$", said, re.MULTILINE)
+    assert then == now
