@@ -14,6 +14,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -179,6 +180,8 @@ class EnvironmentPool:
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._idle: list[EnvironmentProcess] = []
+        self._connections = weakref.WeakSet[asyncio.StreamWriter]()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the connections
         self._starting = threading.Lock()
         self.closed = False
 
@@ -231,6 +234,8 @@ class EnvironmentPool:
                 self._end_nursery(nursery)
                 raise NurseryGone(f"no process could be forked ({error})") from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
+        self._loop = asyncio.get_running_loop()
+        self._connections.add(writer)
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 pid = int((await receive(reader))["pid"])
@@ -238,6 +243,9 @@ class EnvironmentPool:
             writer.close()
             self._end_nursery(nursery)  # it is deaf, or cannot fork any more
             raise NurseryGone(f"no process was forked ({type(error).__name__})") from None
+        except asyncio.CancelledError:
+            writer.close()
+            raise
         return EnvironmentProcess(reader, writer, pid, nursery)
 
     def give_back(self, process: EnvironmentProcess) -> None:
@@ -247,6 +255,11 @@ class EnvironmentPool:
     def close(self) -> None:
         self.closed = True
         self._end_nursery(self._nursery)
+        # an open connection that the interpreter finds at its own end can block it for ever
+        for connection in list(self._connections):
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(connection.close)
         self._log.close()
 
     def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:

@@ -1,6 +1,8 @@
 """Sessions of environments and tools: rows, rewards, limits, and failures of environments."""
 
+import asyncio
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,30 @@ def test_a_nursery_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         played.sessions.pool._nursery.send_signal(signal.SIGSTOP)
         for (rollout,) in played.play(*[{}] * 8):
             assert rollout.session.error is None
+
+
+def test_no_connection_stays_open_after_a_cancelled_start_or_the_pools_end() -> None:
+    async def leaks() -> None:
+        await processes.take()
+        nursery, _ = processes.start()
+        nursery.send_signal(signal.SIGSTOP)
+        taken = asyncio.create_task(processes.take())
+        await asyncio.sleep(0.5)  # it waits for the stopped process
+        open_then = len(this.net_connections("unix"))
+        taken.cancel()
+        await asyncio.wait([taken])
+        await asyncio.sleep(0)
+        assert len(this.net_connections("unix")) == open_then - 1
+        processes.close()
+        await asyncio.sleep(0.1)
+        assert len(this.net_connections("unix")) == before
+
+    this = psutil.Process()
+    processes = pool.EnvironmentPool(EnvironmentSection(name=f"{HERE}:Guess"))
+    with closing(processes), asyncio.Runner() as runner:
+        runner.get_loop()
+        before = len(this.net_connections("unix"))
+        runner.run(leaks())
 
 
 def test_a_session_whose_process_dies_before_all_do_is_not_lost(tmp_path: Path) -> None:
