@@ -205,7 +205,7 @@ def test_a_nursery_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_no_connection_stays_open_after_a_cancelled_start_or_the_pools_end() -> None:
     async def leaks() -> None:
-        await processes.take()
+        held = await processes.take()
         nursery, _ = processes.start()
         nursery.send_signal(signal.SIGSTOP)
         taken = asyncio.create_task(processes.take())
@@ -218,6 +218,7 @@ def test_no_connection_stays_open_after_a_cancelled_start_or_the_pools_end() -> 
         processes.close()
         await asyncio.sleep(0.1)
         assert len(this.net_connections("unix")) == before
+        assert not held.alive
 
     this = psutil.Process()
     processes = pool.EnvironmentPool(EnvironmentSection(name=f"{HERE}:Guess"))
