@@ -103,29 +103,23 @@ def make_toy(noise: float, seed: int = 0, length: int = LENGTH) -> Toy:
     return Toy(logits_TVV, noise_TVV, sequences_BT, rewards_B.square())
 
 
-def correct(toy: Toy, weight: WeightConfig, rows_B: Tensor | None = None) -> Tensor:
-    """The weights of all sequences, or of some."""
-    rows = slice(None) if rows_B is None else rows_B
-    prox_BT = toy.logprobs(toy.logits_TVV)[rows]
-    sampler_BT = toy.sampler_BT[rows]
+def correct(toy: Toy, weight: WeightConfig) -> Tensor:
+    """The weights of all sequences."""
+    prox_BT = toy.logprobs(toy.logits_TVV)
     mask_BT = torch.ones_like(prox_BT, dtype=torch.bool)
-    return rollout_correction(
-        prox_BT, sampler_BT, mask_BT, CorrectionConfig(weight=weight)
-    ).weights_BT
+    config = CorrectionConfig(weight=weight)
+    return rollout_correction(prox_BT, toy.sampler_BT, mask_BT, config).weights_BT
 
 
-def loss_gradient(
-    toy: Toy, weights_BT: Tensor, advantages_B: Tensor, rows_B: Tensor | None = None
-) -> Tensor:
-    """The ascent direction of `policy_loss` for these sequences."""
-    rows = slice(None) if rows_B is None else rows_B
+def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor) -> Tensor:
+    """The ascent direction of `policy_loss` for all sequences."""
     logits_TVV = toy.logits_TVV.clone().requires_grad_()
-    logprobs_BT = toy.logprobs(logits_TVV)[rows]
+    logprobs_BT = toy.logprobs(logits_TVV)
     mask_BT = torch.ones_like(logprobs_BT, dtype=torch.bool)
     inputs = LossInputs(
         logprobs_BT=logprobs_BT,
         anchor_logprobs_BT=logprobs_BT.detach(),
-        sampler_logprobs_BT=toy.sampler_BT[rows],
+        sampler_logprobs_BT=toy.sampler_BT,
         ref_logprobs_BT=None,
         entropy_BT=None,
         advantages_B=advantages_B,
