@@ -1,8 +1,5 @@
-"""Hugging Face folder -> torch_dist -> Hugging Face folder gives the same bytes; Megatron itself
-loads and saves it.
-"""
+"""From a Hugging Face folder to torch_dist and back, to the byte; Megatron loads and saves it."""
 
-import filecmp
 import signal
 import subprocess
 import sys
@@ -12,35 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import ROOT, config_of, done, fails, made
-from simulated import random_hf
+from models import ROOT, config_of, content, done, fails, made, tensors_of
+from simulated import assert_same_bits, random_hf
 
-from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-from megatron_rl.models.hf_folder import HfFolder, write_folder
+from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import stage_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import local_shard
-from megatron_rl.models.weight_files import PARITY
-
-
-def tensors_for(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return random_hf(ModelShape.from_hf(config), torch.bfloat16, 0)
 
 
 def make(folder: Path, config: dict[str, Any]) -> Path:
     made(folder, config)
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-def same_files(left: Path, right: Path) -> bool:
-    """But for what was proven of each."""
-    names, others = (
-        sorted({path.name for path in folder.iterdir()} - {PARITY}) for folder in (left, right)
-    )
-    assert names == others
-    return filecmp.cmpfiles(left, right, names, shallow=False) == (names, [], [])
 
 
 def round_trip(source: Path, folder: Path) -> Path:
@@ -57,18 +37,18 @@ def test_round_trip(tmp_path: Path) -> None:
         "mixtral": {},
     }.items():
         source = make(tmp_path / family / "hf", config_of(family, **changes))
-        assert same_files(source, round_trip(source, tmp_path / family))
+        assert content(source) == content(round_trip(source, tmp_path / family))
 
 
 def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
     config = config_of("qwen3", tie_word_embeddings=True)
-    tensors = tensors_for(config)
+    tensors = random_hf(ModelShape.from_hf(config), torch.bfloat16, 0)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
     source = tmp_path / "hf"
     write_folder(source, tensors, config, max_file_bytes=16_000)
     assert len(list(source.glob("*.safetensors"))) > 2
-    assert same_files(source, round_trip(source, tmp_path))
+    assert content(source) == content(round_trip(source, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -100,49 +80,18 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
         )
         learner.modules[0].load_state_dict(loaded, strict=False)
         got = {name: tensor.detach().clone() for name, tensor in learner.named_parameters()}
-        learner.load_hf(source)
-        assert got.keys() == dict(learner.named_parameters()).keys()
-        for name, tensor in learner.named_parameters():
-            assert torch.equal(got[name], tensor), name
-        learner.init_random(4)
-        learner.load_hf(tmp_path / "checkpoint")
-        for name, tensor in learner.named_parameters():
-            assert torch.equal(got[name], tensor), name
+        for folder in (source, tmp_path / "checkpoint"):
+            learner.init_random(4)
+            learner.load_hf(folder)
+            assert_same_bits(list(learner.named_parameters()), got)
         (tmp_path / "saved").mkdir()
         dist_checkpointing.save(weights_of(learner.modules[0]), str(tmp_path / "saved"))
     finally:
         learner.close()
     assert "--hf" in fails(capsys, "export", tmp_path / "saved", tmp_path / "out")
     done("export", tmp_path / "saved", tmp_path / "out", "--hf", source)
-    before = HfFolder(source)
-    after = HfFolder(tmp_path / "out")
-    assert sorted(before.names) == sorted(after.names)
-    assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
+    assert_same_bits(list(tensors_of(tmp_path / "out").items()), tensors_of(source))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("config", "layout"),
-    [
-        (config_of("qwen3", tie_word_embeddings=True), Layout(tp=2, pp=2)),
-        (config_of("qwen3_moe", mlp_only_layers=[0]), Layout(tp=2, ep=2, etp=1)),
-    ],
-)
-def test_every_rank_starts_from_an_import_as_from_its_source(
-    tmp_path: Path, config: dict[str, Any], layout: Layout
-) -> None:
-    source = make(tmp_path / "hf", config)
-    shape = ModelShape.from_hf(config)
-    done("import", source, tmp_path / "checkpoint")
-    of_import = torch_dist.getter(torch_dist.Reader(tmp_path / "checkpoint"), shape)
-    of_source = HfFolder(source).get
-    for place in layout.places():
-        for param in stage_params(shape, layout, place):
-            ours, theirs = (
-                local_shard(param.megatron, shape, layout, place, get)
-                for get in (of_import, of_source)
-            )
-            assert torch.equal(ours, theirs), (place, param.megatron)
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -167,7 +116,7 @@ def test_links_within_the_folder_and_into_the_hubs_cache(
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     (snapshot / "also.json").symlink_to("config.json")
     (tmp_path / "short").symlink_to(snapshot)
-    assert same_files(snapshot, round_trip(tmp_path / "short", tmp_path))
+    assert content(snapshot) == content(round_trip(tmp_path / "short", tmp_path))
 
 
 @pytest.mark.fault(
@@ -199,7 +148,7 @@ def test_an_export_of_what_a_stranger_kept(
     link.unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "secret"]
     done("export", checkpoint, tmp_path / "out")
-    assert same_files(source, tmp_path / "out")
+    assert content(source) == content(tmp_path / "out")
 
 
 @pytest.mark.fault(
@@ -207,13 +156,7 @@ def test_an_export_of_what_a_stranger_kept(
 )
 def test_an_early_interrupt(tmp_path: Path) -> None:
     source = make(tmp_path / "hf", config_of("llama"))
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "convert.py"),
-        "import",
-        str(source),
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, ROOT / "tools" / "convert.py", "import", source, tmp_path / "out"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         while "torch" not in Path(f"/proc/{running.pid}/maps").read_text():

@@ -60,3 +60,9 @@ def made(
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     opened = HfFolder(folder)
     return {name: opened.read(name) for name in opened.names}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Bytes of each file, except of the report on the conversion."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "parity.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import pytest
 import torch
-from models import config_of, convert, done, fails, made, tensors_of
+from models import config_of, content, convert, done, fails, made, tensors_of
 from preloaded import Process
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
@@ -70,12 +70,6 @@ def begun(words: list[str], before: str = "", said: IO[Any] | None = None) -> Pr
         stdout=DEVNULL,
         stderr=said or DEVNULL,
     )
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """But for the time in parity.json."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "parity.json"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.fault(
