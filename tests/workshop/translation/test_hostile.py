@@ -1,6 +1,4 @@
-"""Files that somebody else made to do harm: what they hold stays text, what they cost is bounded,
-and an error is one line.
-"""
+"""Hostile files: their contents stay text, their cost is bounded, and an error is one line."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ TEXTS = st.text(st.one_of(st.sampled_from(SPECIAL), st.characters()), min_size=1
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Write a file and translate it; the status and all that is printed. No recipe has a fleet to
-    give a key to.
-    """
+    """Write a file and translate it; return the status and all output."""
     monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", "short")
     monkeypatch.setenv("WANDB_API_KEY", "8765")
     monkeypatch.chdir(tmp_path)
@@ -159,7 +155,7 @@ def test_variables_of_a_shell(tmp_path: Path) -> None:
     """A variable in a sum is a number of its own; what is appended to a word stays in it."""
     script = "A=1+2\nNAME=qwen\nNAME+=3-8b\nrun $((A*2)) $NAME $(($A*2)) $((NOTHING+1))\n"
     words = Script(tmp_path, {}).read(script).commands[-1]
-    assert " ".join(map(str, words)) == "run 6 qwen3-8b 5 $((NOTHING+1))"
+    assert list(map(str, words[1:])) == ["6", "qwen3-8b", "5", "$((NOTHING+1))"]
 
 
 REFUSED = yaml.safe_load((Path(__file__).parent / "hostile.yaml").read_text())

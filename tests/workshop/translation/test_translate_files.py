@@ -1,8 +1,4 @@
-"""Files of other projects through `megatron-rl translate`: whole runs, what is printed, and what is
-refused.
-
-That the numbers are the same is in test_translate.py.
-"""
+"""Files of other projects through `megatron-rl translate`: whole runs, output and refusals."""
 
 from __future__ import annotations
 
