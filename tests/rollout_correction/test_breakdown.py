@@ -101,6 +101,7 @@ def test_each_cut_finds_its_fault() -> None:
 def test_tokens_without_a_ratio_are_left_out_and_padding_is_ignored() -> None:
     prox_BT, mu_BT, mask_BT = batch()
     mu_BT = mu_BT.masked_fill(~mask_BT, math.nan)
+    prox_BT = prox_BT.masked_fill(~mask_BT, math.inf)
     mu_BT[0, 5] = math.nan
     for slices in cut(prox_BT, mu_BT, mask_BT).values():
         assert sum(one.tokens for one in slices) == int(mask_BT.sum()) - 1
@@ -127,13 +128,14 @@ def test_a_recorded_step(tmp_path: Path) -> None:
         )
         for i, n in enumerate(lengths)
     ]
-    path = tmp_path / "step_8.parquet"
+    path = tmp_path / "step_6.parquet"
     write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
     direct = breakdowns(
-        prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=8
+        prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=6
     )
-    assert recorded_breakdowns(path, policy_version=8) == direct
-    assert [one.label for one in direct if one.by == "staleness"] == ["1", "2", "4"]
+    assert recorded_breakdowns(path, policy_version=6) == direct
+    # rows newer than the policy are not stale
+    assert [one.label for one in direct if one.by == "staleness"] == ["0", "2"]
     write_rollouts(path, scored)
     assert recorded_breakdowns(path) == []
 
