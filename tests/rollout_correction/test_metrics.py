@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pvariance
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from megatron_rl.rollout_correction.correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.runs.metrics import METRICS
+from megatron_rl.rollout_correction.estimates import learner_reward
+from megatron_rl.runs.metrics import unknown
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
 import corrections as bench
@@ -34,13 +36,21 @@ def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return mu_BT + d_BT, mu_BT, mask_BT
 
 
-def found(config: CorrectionConfig) -> dict[str, float]:
-    metrics = rollout_correction(*example(), config).metrics
+def plain(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics by their names without the prefix."""
     return {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
 
 
+def measured(
+    prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor | None = None, **config: Any
+) -> dict[str, float]:
+    if mask_BT is None:
+        mask_BT = torch.ones_like(mu_BT)
+    return plain(rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig(**config)).metrics)
+
+
 def test_worked_by_hand() -> None:
-    metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
+    metrics = measured(*example(), weight=WeightConfig(high=2.0))
     rho = [3.0, 0.5, 1.0, 0.25, 2.0]
     weights = [2.0, 0.5, 1.0, 0.25, 2.0]
     d = [math.log(x) for x in rho]
@@ -76,79 +86,63 @@ def test_worked_by_hand() -> None:
 
 
 def test_level_none_describes_the_raw_ratio() -> None:
-    metrics = found(CorrectionConfig(weight=WeightConfig(level="none")))
+    metrics = measured(*example(), weight=WeightConfig(level="none"))
     assert metrics["rollout_is_mean"] == pytest.approx(1.35, abs=1e-6)
     assert metrics["rollout_is_max"] == pytest.approx(3.0, abs=1e-6)
     assert metrics["rollout_is_eff_sample_size"] < 0.8
 
 
 def test_sequence_fractions_count_rows() -> None:
-    metrics = found(CorrectionConfig(weight=WeightConfig(level="sequence", high=1.2)))
+    metrics = measured(*example(), weight=WeightConfig(level="sequence", high=1.2))
     assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(0.5)  # 1.5 of (1.5, 0.5)
     assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(0.5)
     assert metrics["rollout_is_max"] == pytest.approx(1.2)
 
 
 def test_masked_fractions() -> None:
-    config = CorrectionConfig(reject=[RejectRule(level="token", stat="ratio", high=2.5)])
-    metrics = found(config)
+    metrics = measured(*example(), reject=[RejectRule(level="token", stat="ratio", high=2.5)])
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(0.2)
     assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(0.5)
     assert metrics["rollout_is_max"] == pytest.approx(2.0)
 
 
 def test_normalized_weights_are_described_after_the_division() -> None:
-    metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0, normalize=True)))
-    plain = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
-    assert metrics["rollout_is_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["rollout_is_std"] == pytest.approx(
-        plain["rollout_is_std"] / plain["rollout_is_mean"], abs=1e-6
+    found, before = (
+        measured(*example(), weight=WeightConfig(high=2.0, normalize=normalize))
+        for normalize in (True, False)
     )
-    assert metrics["rollout_is_max"] == pytest.approx(2.0 / plain["rollout_is_mean"], abs=1e-6)
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(
-        plain["rollout_is_eff_sample_size"]
-    )
+    expected = {
+        f"rollout_is_{name}": before[f"rollout_is_{name}"] / before["rollout_is_mean"]
+        for name in ("mean", "std", "max")
+    }
+    expected["rollout_is_eff_sample_size"] = before["rollout_is_eff_sample_size"]
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def test_bias_and_variance_of_the_weights() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
     advantages_B = torch.tensor([1.0, -2.0, 7.0])
-    corrected = apply_conditional_rules(
-        rollout_correction(*example(), config), advantages_B, config
-    )
+    found = apply_conditional_rules(rollout_correction(*example(), config), advantages_B, config)
     wa = [2.0, 0.5, 1.0, -0.5, -4.0]
     rho_a = [3.0, 0.5, 1.0, -0.5, -4.0]
-    mean = sum(wa) / 5
-    assert corrected.metrics["rollout_corr/weight_bias"] == pytest.approx(
-        mean - sum(rho_a) / 5, abs=1e-6
-    )
-    variance = sum(x * x for x in wa) / 5 - mean * mean
-    assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(
-        variance / 5, abs=1e-6
+    bias = fmean(wa) - fmean(rho_a)
+    assert found.metrics["rollout_corr/weight_bias"] == pytest.approx(bias, abs=1e-6)
+    assert found.metrics["rollout_corr/weight_variance"] == pytest.approx(
+        pvariance(wa) / 5, abs=1e-6
     )
 
 
 def test_narrowing_brings_the_metrics_up_to_date() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
-    narrowed = keep_rows(
-        rollout_correction(*example(), config), torch.tensor([True, False, True]), config
-    )
     prox_BT, mu_BT, mask_BT = example()
-    mask_BT[1] = False
-    again = rollout_correction(prox_BT, mu_BT, mask_BT, config)
+    keep_B = torch.tensor([True, False, True])
+    whole = rollout_correction(prox_BT, mu_BT, mask_BT, config)
+    narrowed = plain(keep_rows(whole, keep_B, config).metrics)
+    again = measured(prox_BT, mu_BT, mask_BT & keep_B[:, None], weight=config.weight)
     for name in ("mean", "std", "min", "max", "eff_sample_size", "ratio_fraction_high"):
-        key = f"rollout_corr/rollout_is_{name}"
-        assert narrowed.metrics[key] == pytest.approx(again.metrics[key], abs=1e-6)
-    assert narrowed.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.4)
-
-
-def test_nothing_left_is_all_zeros_and_finite() -> None:
-    rule = RejectRule(level="token", stat="abs", low=50.0)
-    empty = rollout_correction(*example(), CorrectionConfig(reject=[rule]))
-    assert not empty.mask_BT.any()
-    assert not empty.weights_BT.any()
-    assert all(math.isfinite(value) for value in empty.metrics.values())
-    assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
+        key = f"rollout_is_{name}"
+        assert narrowed[key] == pytest.approx(again[key], abs=1e-6), name
+    assert narrowed["rollout_rs_masked_fraction"] == pytest.approx(0.4)
 
 
 def test_small_deviations_survive_float32() -> None:
@@ -156,21 +150,13 @@ def test_small_deviations_survive_float32() -> None:
     rounding noise.
     """
     generator = torch.Generator().manual_seed(0)
-    mu_BT = -torch.rand(64, 512, generator=generator)
-    d_BT = 1e-4 * torch.randn(64, 512, generator=generator)
-    prox_BT = mu_BT.double() + d_BT
-    mask_BT = torch.ones(64, 512, dtype=torch.bool)
-    metrics = rollout_correction(prox_BT, mu_BT.double(), mask_BT, CorrectionConfig()).metrics
-    exact = d_BT.double()
-    assert metrics["rollout_corr/rho_std"] == pytest.approx(
-        float(exact.exp().std(correction=0)), rel=1e-3
-    )
-    assert metrics["rollout_corr/rollout_is_std"] == pytest.approx(
-        float(exact.exp().std(correction=0)), rel=1e-2
-    )
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(
-        float((exact.expm1() - exact).mean()), rel=1e-2
-    )
+    mu_BT = -torch.rand(64, 512, generator=generator).double()
+    d_BT = 1e-4 * torch.randn(64, 512, generator=generator).double()
+    metrics = measured(mu_BT + d_BT, mu_BT)
+    deviation = float(d_BT.exp().std(correction=0))
+    assert metrics["rho_std"] == pytest.approx(deviation, rel=1e-3)
+    assert metrics["rollout_is_std"] == pytest.approx(deviation, rel=1e-2)
+    assert metrics["k3_kl"] == pytest.approx(float((d_BT.expm1() - d_BT).mean()), rel=1e-2)
 
 
 @pytest.mark.parametrize("d", [0.3, -11.3, 0.0])
@@ -180,18 +166,15 @@ def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> Non
     large.
     """
     mu_BT = torch.full(shape, -1.7)
-    for config in (
-        CorrectionConfig(weight=WeightConfig(high=None)),
-        CorrectionConfig(weight=WeightConfig(level="sequence", aggregate="geometric", high=None)),
+    for weight in (
+        WeightConfig(high=None),
+        WeightConfig(level="sequence", aggregate="geometric", high=None),
     ):
-        metrics = rollout_correction(
-            mu_BT + d, mu_BT, torch.ones(shape, dtype=torch.bool), config
-        ).metrics
-        size = max(1.0, abs(d), metrics["rollout_corr/rho_max"])
+        metrics = measured(mu_BT + d, mu_BT, weight=weight)
+        size = max(1.0, abs(d), metrics["rho_max"])
         for name in ("rho", "logp_abs_diff", "probs_diff", "rollout_is"):
-            key = f"rollout_corr/{name}_std"
-            assert metrics[key] == pytest.approx(0.0, abs=1e-6 * size), name
-        assert metrics["rollout_corr/probs_pearson_corr"] == 0.0  # two constants have none
+            assert metrics[f"{name}_std"] == pytest.approx(0.0, abs=1e-6 * size), name
+        assert metrics["probs_pearson_corr"] == 0.0  # two constants have none
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -202,20 +185,16 @@ def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> 
     d_BT[first, 0] = 9.0
     mask_BT = torch.ones(2, 70_000, dtype=torch.bool)
     mask_BT[first, 1:] = False
-    config = CorrectionConfig(weight=WeightConfig(high=None))
-    metrics = rollout_correction(d_BT, torch.zeros_like(d_BT), mask_BT, config).metrics
+    metrics = measured(d_BT, torch.zeros_like(d_BT), mask_BT, weight=WeightConfig(high=None))
     exact = float(d_BT[mask_BT].double().exp().std(correction=0))
     for name in ("rho_std", "rollout_is_std"):
-        assert metrics[f"rollout_corr/{name}"] == pytest.approx(exact, rel=1e-5), name
+        assert metrics[name] == pytest.approx(exact, rel=1e-5), name
 
 
 def test_two_signs_of_one_distance_have_no_deviation() -> None:
     mu_BT = torch.full((1, 4), -2.0)
-    prox_BT = mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]])
-    metrics = rollout_correction(
-        prox_BT, mu_BT, torch.ones(1, 4, dtype=torch.bool), CorrectionConfig()
-    ).metrics
-    assert metrics["rollout_corr/logp_abs_diff_std"] == pytest.approx(0.0, abs=1e-6)
+    metrics = measured(mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]]), mu_BT)
+    assert metrics["logp_abs_diff_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_correlation_of_nearly_equal_probabilities() -> None:
@@ -223,13 +202,9 @@ def test_the_correlation_of_nearly_equal_probabilities() -> None:
     generator = torch.Generator().manual_seed(0)
     mu_BT = -1e-3 * torch.rand(8, 50, generator=generator)
     prox_BT = mu_BT - 5e-4 * torch.rand(8, 50, generator=generator)
-    metrics = rollout_correction(
-        prox_BT, mu_BT, torch.ones(8, 50, dtype=torch.bool), CorrectionConfig()
-    ).metrics
-    pairs = torch.stack([prox_BT.double().exp().flatten(), mu_BT.double().exp().flatten()])
-    assert metrics["rollout_corr/probs_pearson_corr"] == pytest.approx(
-        float(torch.corrcoef(pairs)[0, 1]), abs=1e-3
-    )
+    pairs = torch.stack([prox_BT, mu_BT]).double().exp().flatten(1)
+    exact = float(torch.corrcoef(pairs)[0, 1])
+    assert measured(prox_BT, mu_BT)["probs_pearson_corr"] == pytest.approx(exact, abs=1e-3)
 
 
 def test_ratios_are_clamped_before_they_are_squared() -> None:
@@ -238,11 +213,9 @@ def test_ratios_are_clamped_before_they_are_squared() -> None:
     """
     mu_BT = torch.full((1, 1), -15.0)
     for d, ratio in [(12.0, math.exp(12.0)), (25.0, math.exp(20.0))]:
-        metrics = rollout_correction(
-            mu_BT + d, mu_BT, torch.ones(1, 1, dtype=torch.bool), CorrectionConfig()
-        ).metrics
+        metrics = measured(mu_BT + d, mu_BT)
         for name in ("chi2_token", "chi2_seq"):
-            assert metrics[f"rollout_corr/{name}"] == pytest.approx(ratio**2 - 1, rel=1e-5), name
+            assert metrics[name] == pytest.approx(ratio**2 - 1, rel=1e-5), name
 
 
 def test_agrees_with_the_plain_version() -> None:
@@ -266,12 +239,19 @@ def test_memory() -> None:
     assert 1.5 * prox_BT.nbytes < peak < 4 * prox_BT.nbytes
 
 
-def test_every_metric_is_in_the_table() -> None:
-    config = CorrectionConfig(weight=WeightConfig(target_ess=0.9))
-    corrected = apply_conditional_rules(
-        rollout_correction(*example(), config), torch.ones(3), config
+def test_metrics_are_plain_numbers_of_the_table() -> None:
+    """They are written as JSON."""
+    config = CorrectionConfig(
+        weight=WeightConfig(target_ess=0.9),
+        reject=[RejectRule(stat="ratio", reduce="max", high=3.5)],
     )
-    assert set(corrected.metrics) <= set(METRICS)
+    prox_BT, mu_BT, mask_BT = example()
+    prox_BT[0, 1] = math.nan
+    found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
+    metrics = apply_conditional_rules(found, torch.ones(3), config).metrics
+    assert unknown(metrics) == []
+    metrics |= learner_reward(torch.ones(3), prox_BT, mu_BT, mask_BT)
+    assert {type(value) for value in metrics.values()} == {float}
 
 
 @pytest.mark.parametrize("shift", [-25.0, 25.0])
@@ -279,26 +259,19 @@ def test_probabilities_stay_true_where_the_ratio_is_bounded(shift: float) -> Non
     """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its
     business.
     """
-    certain = math.log(0.5)
-    doubtful = math.log(0.5) - 25.0
-    prox, sampler = (doubtful, certain) if shift < 0 else (certain, doubtful)
-    found = rollout_correction(
-        torch.tensor([[prox]]), torch.tensor([[sampler]]), torch.ones(1, 1), CorrectionConfig()
-    )
-    assert found.metrics["rollout_corr/probs_diff_max"] == pytest.approx(0.5, abs=1e-6)
-    assert found.metrics["rollout_corr/logp_abs_diff_max"] == pytest.approx(25.0, abs=1e-5)
-    assert found.metrics["rollout_corr/rho_max"] == pytest.approx(
-        math.exp(math.copysign(20.0, shift)), rel=1e-5
-    )
+    pair = torch.tensor([math.log(0.5) + min(shift, 0.0), math.log(0.5) - max(shift, 0.0)])
+    metrics = measured(*pair.view(2, 1, 1))
+    assert metrics["probs_diff_max"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["logp_abs_diff_max"] == pytest.approx(25.0, abs=1e-5)
+    assert metrics["rho_max"] == pytest.approx(math.exp(math.copysign(20.0, shift)), rel=1e-5)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_extremes_of_one_sign_are_not_the_zeros_of_the_padding(sign: float) -> None:
     d_BT = sign * torch.tensor([[0.1, 0.3, 5.0], [0.2, 5.0, 5.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    metrics = rollout_correction(d_BT, torch.zeros(2, 3), mask_BT, CorrectionConfig()).metrics
-    low, high = sorted([sign * 0.1, sign * 0.3])
-    assert metrics["rollout_corr/rho_min"] == pytest.approx(math.exp(low))
-    assert metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(high))
-    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(low))
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(high))
+    metrics = measured(d_BT, torch.zeros(2, 3), mask_BT)
+    low, high = sorted([math.exp(sign * 0.1), math.exp(sign * 0.3)])
+    for name in ("rho", "rollout_is"):
+        assert metrics[f"{name}_min"] == pytest.approx(low)
+        assert metrics[f"{name}_max"] == pytest.approx(high)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from correction_oracle import correct
+from loss_cases import BYPASS
 
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import (
@@ -280,13 +282,7 @@ def test_anchor_sampler_before_the_loss() -> None:
     prox_BT, mu_BT, mask_BT = example(10)
     mu_BT[6, 0] = math.nan
     for policy in ("drop", "one", "zero", "reject"):
-        config = CorrectionConfig(
-            anchor="sampler",
-            weight=WEIGHTS["none"],
-            rebaseline=False,
-            renormalize=False,
-            non_finite=policy,
-        )
+        config = replace(BYPASS, non_finite=policy)
         found = rollout_correction(None, mu_BT, mask_BT, config)
         assert_equal(found, correct(prox_BT, mu_BT, mask_BT, config))
         assert_rejected(found, mask_BT)
