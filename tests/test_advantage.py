@@ -23,10 +23,8 @@ from megatron_rl.rollout_correction.correction import correct
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
 GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])
 EVERYONE = torch.ones(8, dtype=torch.bool)
-
-
-def members(group: int) -> list[int]:
-    return [i for i, g in enumerate(GROUPS.tolist()) if g == group]
+SURVIVORS = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
+GROUPED = [Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl]
 
 
 def by_hand(estimator: str, rewards: list[float], own: float) -> float:
@@ -39,39 +37,28 @@ def by_hand(estimator: str, rewards: list[float], own: float) -> float:
     }[estimator]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
-def test_groups_by_hand(estimator: str) -> None:
-    advantages_N, keep_N = group_advantages(REWARDS, GROUPS, EVERYONE, AdvantageConfig(estimator))
+@pytest.mark.parametrize("estimator", GROUPED)
+@pytest.mark.parametrize("keep_N", [EVERYONE, SURVIVORS], ids=["all", "survivors"])
+def test_groups_by_hand(estimator: Estimator, keep_N: torch.Tensor) -> None:
+    """Whatever a rejected row earned is without influence."""
+    expected = [0.0] * 8
     for group in (5, 2):
-        rewards = [float(REWARDS[i]) for i in members(group)]
-        for i in members(group):
-            assert float(advantages_N[i]) == pytest.approx(
-                by_hand(estimator, rewards, float(REWARDS[i])), abs=1e-6
-            )
-    assert keep_N.tolist() == [True] * 7 + [False]  # an answer without siblings has no baseline
-    assert float(advantages_N[7]) == 0.0
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
-def test_rejected_rows_leave_the_baseline(estimator: str) -> None:
-    keep_N = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
-    advantages_N, kept_N = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig(estimator))
-    survivors = [i for i in members(2) if keep_N[i]]
-    rewards = [float(REWARDS[i]) for i in survivors]
-    for i in survivors:
-        assert float(advantages_N[i]) == pytest.approx(
-            by_hand(estimator, rewards, float(REWARDS[i])), abs=1e-6
+        members = ((group == GROUPS) & keep_N).nonzero().flatten()
+        rewards = REWARDS[members].tolist()
+        for i, own in zip(members, rewards, strict=True):
+            expected[i] = by_hand(estimator, rewards, own)
+    for rewards_N in (REWARDS, REWARDS.where(keep_N, math.nan)):
+        advantages_N, kept_N = group_advantages(
+            rewards_N, GROUPS, keep_N, AdvantageConfig(estimator)
         )
-    assert not advantages_N[~kept_N].any()
-    # whatever a rejected row earned is without influence
-    other = torch.where(keep_N, REWARDS, torch.tensor(math.nan))
-    again_N, _ = group_advantages(other, GROUPS, keep_N, AdvantageConfig(estimator))
-    assert torch.equal(again_N, advantages_N)
+        assert advantages_N.tolist() == pytest.approx(expected, abs=1e-6)
+        # a response without siblings has no baseline
+        assert kept_N.tolist() == [*keep_N[:7].tolist(), False]
 
 
 def test_a_group_with_one_survivor_is_dropped() -> None:
     keep_N = torch.tensor([1, 0, 1, 0, 1, 1, 1, 1]).bool()
-    for estimator in ("grpo", "dr_grpo", "rloo", "maxrl"):
+    for estimator in GROUPED:
         advantages_N, kept_N = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig(estimator))
         assert kept_N.tolist() == [False, False, True, False, True, True, True, False]
         assert float(advantages_N[0]) == 0.0
@@ -81,23 +68,20 @@ def test_a_group_with_one_survivor_is_dropped() -> None:
 
 
 def test_reinforce_pp_whitens_the_survivors_of_the_batch() -> None:
-    keep_N = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
-    rewards_N = REWARDS.where(keep_N, math.nan)
-    advantages_N, _ = group_advantages(rewards_N, GROUPS, keep_N, AdvantageConfig("reinforce_pp"))
-    kept = advantages_N[keep_N]
-    assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
-    assert float(kept.std()) == pytest.approx(1.0, abs=1e-5)
-    assert not advantages_N[~keep_N].any()
-    alone, _ = group_advantages(
-        REWARDS, GROUPS, EVERYONE & (GROUPS == 8), AdvantageConfig("reinforce_pp")
-    )
+    config = AdvantageConfig("reinforce_pp")
+    rewards_N = REWARDS.where(SURVIVORS, math.nan)
+    advantages_N, _ = group_advantages(rewards_N, GROUPS, SURVIVORS, config)
+    kept_N = advantages_N[SURVIVORS]
+    assert float(kept_N.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(kept_N.std()) == pytest.approx(1.0, abs=1e-5)
+    assert not advantages_N[~SURVIVORS].any()
+    alone, _ = group_advantages(REWARDS, GROUPS, GROUPS == 8, config)
     assert not alone.any()
 
 
 def test_none_is_one_for_survivors() -> None:
-    keep_N = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1]).bool()
-    advantages_N, _ = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig("none"))
-    assert torch.equal(advantages_N, keep_N.float())
+    advantages_N, _ = group_advantages(REWARDS, GROUPS, SURVIVORS, AdvantageConfig("none"))
+    assert torch.equal(advantages_N, SURVIVORS.float())
 
 
 def test_equal_rewards_are_exactly_zero() -> None:
@@ -109,7 +93,7 @@ def test_equal_rewards_are_exactly_zero() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"maxrl needs rewards >= 0, the lowest is -1\.0"):
+    with pytest.raises(ValueError, match=r"maxrl .* lowest is -1\.0"):
         group_advantages(
             torch.tensor([2.0, -1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl")
         )
@@ -121,14 +105,14 @@ def test_refusals() -> None:
         group_advantages(torch.ones(2), torch.zeros(2), torch.ones(2), AdvantageConfig("gae"))  # type: ignore[arg-type]
 
 
-def test_row_order_does_not_matter() -> None:
+@pytest.mark.parametrize("estimator", list(Estimator))
+def test_row_order_and_the_width_of_rewards_do_not_matter(estimator: Estimator) -> None:
+    config = AdvantageConfig(estimator)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
-    for estimator in ("grpo", "rloo", "maxrl", "reinforce_pp", "dr_grpo"):
-        plain_N, _ = group_advantages(REWARDS, GROUPS, EVERYONE, AdvantageConfig(estimator))
-        moved_N, _ = group_advantages(
-            REWARDS[order], GROUPS[order], EVERYONE, AdvantageConfig(estimator)
-        )
-        torch.testing.assert_close(moved_N, plain_N[order])
+    plain_N, _ = group_advantages(REWARDS, GROUPS, EVERYONE, config)
+    moved_N, keep_N = group_advantages(REWARDS[order].double(), GROUPS[order], EVERYONE, config)
+    torch.testing.assert_close(moved_N, plain_N[order])
+    assert (moved_N.dtype, keep_N.dtype) == (torch.float32, torch.bool)
 
 
 def test_has_spread() -> None:
@@ -163,15 +147,18 @@ def session_batch(
     )
 
 
-def kept(batch: Batch) -> torch.Tensor:
-    return torch.ones(len(batch), dtype=torch.bool)
-
-
-def of(batch: Batch, estimator: Estimator) -> torch.Tensor:
+def advantages(batch: Batch, estimator: Estimator) -> torch.Tensor:
+    everyone = torch.ones(len(batch), dtype=torch.bool)
     config = AdvantageConfig(estimator)
-    return session_advantages(
-        batch.rewards_B, batch.groups_B, batch.samples_B, kept(batch), config
-    )[0]
+    return session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, everyone, config)[0]
+
+
+def by_turn(
+    batch: Batch, estimator: Estimator, credit: Credit = Credit.turns
+) -> torch.Tensor | None:
+    everyone = torch.ones(len(batch), dtype=torch.bool)
+    of_rows = advantages(batch, estimator)
+    return turn_advantages(batch, of_rows, everyone, AdvantageConfig(estimator), credit)
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))
@@ -181,50 +168,34 @@ def of(batch: Batch, estimator: Estimator) -> torch.Tensor:
 )
 def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
     rows = rows[: len(rewards)]
-    whole = session_batch(rewards, [1] * len(rewards))
-    forked = session_batch(rewards, rows)
-    each = of(whole, estimator)
-    assert torch.allclose(
-        of(forked, estimator), each.repeat_interleave(torch.tensor(rows)), atol=1e-5
-    )
+    each = advantages(session_batch(rewards, [1] * len(rewards)), estimator)
+    forked = advantages(session_batch(rewards, rows), estimator)
+    assert torch.allclose(forked, each.repeat_interleave(torch.tensor(rows)), atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))
 @given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6))
 def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
     batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
-    advantages = of(batch, estimator)
-    found = turn_advantages(
-        batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.turns
-    )
-    assert torch.equal(found, advantages[:, None].expand(-1, 3))
-    assert (
-        turn_advantages(batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.outcome)
-        is None
-    )
+    expected = advantages(batch, estimator)[:, None].expand(-1, 3)
+    assert torch.equal(by_turn(batch, estimator), expected)
+    assert by_turn(batch, estimator, Credit.outcome) is None
 
 
-@pytest.mark.parametrize(
-    "estimator", [Estimator.grpo, Estimator.rloo, Estimator.dr_grpo, Estimator.maxrl]
-)
+@pytest.mark.parametrize("estimator", GROUPED)
 def test_a_turns_return_takes_the_place_of_its_sessions_reward(estimator):
-    """What an estimator makes of the reward 3 it makes of a turn's return of 3, in the same
-    group.
-    """
-    rewards = [1.0, 2.0, 4.0, 3.0]
-    batch = session_batch(
-        rewards, [1] * 4, [[0.0, 1.0, 0.0], [0.0] * 3, [-1.0, 0.0, 0.0], [0.0] * 3]
-    )
-    advantages = of(batch, estimator)
-    found = turn_advantages(
-        batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.turns
-    )
-    assert found[2, 0] == pytest.approx(float(advantages[3]), abs=1e-5)  # 4 - 1
-    assert found[0, 1] == pytest.approx(float(advantages[1]), abs=1e-5)  # 1 + 1
-    alike = session_batch([1.0] * 4, [1] * 4, [[0.5] * 3] * 4)  # no spread: nothing to scale by
-    if estimator == Estimator.grpo:
-        given = alike, of(alike, estimator), kept(alike)
-        assert not turn_advantages(*given, AdvantageConfig(estimator), Credit.turns).any()
+    """The advantage of a turn's return of 3 is that of a reward of 3 in the same group."""
+    credit = [[0.0, 1.0, 0.0], [0.0] * 3, [-1.0, 0.0, 0.0], [0.0] * 3]
+    batch = session_batch([1.0, 2.0, 4.0, 3.0], [1] * 4, credit)
+    of_rows = advantages(batch, estimator)
+    found = by_turn(batch, estimator)
+    assert found[2, 0] == pytest.approx(float(of_rows[3]), abs=1e-5)  # 4 - 1
+    assert found[0, 1] == pytest.approx(float(of_rows[1]), abs=1e-5)  # 1 + 1
+
+
+def test_turns_of_equal_rewards_have_nothing_to_be_scaled_by():
+    alike = session_batch([1.0] * 4, [1] * 4, [[0.5] * 3] * 4)
+    assert not by_turn(alike, Estimator.grpo).any()
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
@@ -236,12 +207,12 @@ def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
     config = CorrectionConfig(
         weight=WeightConfig(level="none"), reject=[rule], rebaseline=rebaseline
     )
-    correction, advantages = correct(
+    correction, of_rows = correct(
         batch.sampler_logprobs_BT + d_BT, batch, config, AdvantageConfig()
     )
     keep = correction.baseline_keep_B(config)
-    found = turn_advantages(batch, advantages, keep, AdvantageConfig(), Credit.turns)
+    found = turn_advantages(batch, of_rows, keep, AdvantageConfig(), Credit.turns)
     assert not correction.mask_BT[3].any()
     torch.testing.assert_close(
-        found[:3, 0] - advantages[:3], torch.full((3,), 0.5) / batch.rewards_B[keep].std()
+        found[:3, 0] - of_rows[:3], torch.full((3,), 0.5) / batch.rewards_B[keep].std()
     )
