@@ -38,6 +38,7 @@ with leaving_at_once():
 
     import grid as grids
     import starts
+    from comparison_pages import check_pages, write_docs
     from grid import Experiment, Grid, tags
     from jobs import queue
     from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
@@ -53,7 +54,6 @@ with leaving_at_once():
     from megatron_rl.runs.run_dir import RunDir, check_run_dir
     from megatron_rl.runs.status import known_status
     from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
-    from megatron_rl.workshop.comparison.docs import check_pages, write_docs
     from megatron_rl.workshop.comparison.findings import summary
     from megatron_rl.workshop.comparison.page import write_comparison
     from megatron_rl.workshop.comparison.wandb_runs import log_comparison

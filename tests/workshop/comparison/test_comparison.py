@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from comparison_pages import stored, with_blocks, write_docs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import ConfigError
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, Series, area
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result, beyond_noise
-from megatron_rl.workshop.comparison.docs import stored, with_blocks, write_docs
 from megatron_rl.workshop.comparison.findings import findings, recommendation, summary
 from megatron_rl.workshop.comparison.page import curves, write_comparison
 from megatron_rl.workshop.reports.run_data import load_run
