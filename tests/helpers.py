@@ -22,6 +22,8 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import stored_params
+from megatron_rl.models.shape import ModelShape
 
 
 class Command:
@@ -191,3 +193,8 @@ def lone_rank() -> Any:
         "place": layout.place(0),
     }
     return SimpleNamespace(**about, broadcast=lambda value: value)
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model."""
+    return {name: size for p in stored_params(shape) for name, size in p.sizes.items()}

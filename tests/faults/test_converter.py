@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from box import ROOT, Box
-from helpers import wait_for
+from helpers import hf_shapes, wait_for
 
-from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import INDEX, HfFolder, write_folder
 from megatron_rl.models.model import read_hf_config

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Command
+from helpers import Command, hf_shapes
 
-from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder, write_folder
 from megatron_rl.models.model import read_hf_config

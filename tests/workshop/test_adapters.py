@@ -12,7 +12,6 @@ import pytest
 from megatron_rl.environments.environment import Loaded, load
 from megatron_rl.environments.worker import Conversation
 from megatron_rl.rewards.functions import for_metrics
-from megatron_rl.workshop.adapters import opening
 
 ADAPTERS = "megatron_rl.workshop.adapters"
 HERE = "adapted_parts"  # this module's objects, as a recipe names them
@@ -244,42 +243,6 @@ def test_skyrl() -> None:
     }
 
 
-class Corridor:
-    """A gymnasium environment."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
-        self.place = seed or 0
-        return self.place, {}
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        self.place += action
-        return (
-            self.place,
-            float(self.place == self.length),
-            self.place == self.length,
-            False,
-            {"p": 0.5},
-        )
-
-
-def test_gymnasium() -> None:
-    settings = {"arguments": {"length": 3}, "action": "builtins:int"}
-    played = Played(
-        "gymnasium:Environment", {"prompt": "Go.", "seed": 1}, target=f"{HERE}:Corridor", **settings
-    )
-    assert played.messages == [{"role": "user", "content": "Go.\n\n1"}]
-    assert played.say("east")["messages"][0]["content"].startswith("error: invalid literal")
-    assert played.say("1")["messages"] == [{"role": "user", "content": "2"}]
-    assert (
-        (step := played.say("1"))["done"]
-        and step["reward"] == 1.0
-        and step["numbers"] == {"p": 0.5, "truncated": 0.0}
-    )
-
-
 def agent(name: str, /, **settings: Any) -> Any:
     loaded: Loaded = load(name)
     assert loaded.agent is not None
@@ -334,10 +297,5 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
     assert asyncio.run(run()) == [{"reward": 42.0, "n": 1.0}, {"reward": 7.0, "n": 1.0}]
 
 
-def test_openings_and_numbers() -> None:
-    assert opening([{"role": "system", "content": "s"}], "go")[-1] == {
-        "role": "user",
-        "content": "go",
-    }
-    assert opening("p", None) == [{"role": "user", "content": "p"}]
+def test_numbers_of_other_projects_for_metrics() -> None:
     assert for_metrics({"a": 1, "b": True, "c": "1", "d": None, "e": [1]}) == {"a": 1.0, "b": 1.0}

@@ -112,11 +112,6 @@ class Reader:
             ) from error
 
 
-def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model."""
-    return {name: size for p in stored_params(shape) for name, size in p.sizes.items()}
-
-
 def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
     found = []

@@ -12,9 +12,8 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from megatron_rl.environments.environment import Answer, Step
+from megatron_rl.environments.environment import Answer, Step, as_messages
 from megatron_rl.rewards.functions import imported
-from megatron_rl.workshop.adapters import opening
 
 NO_TOOLS = ("reset", "get_reward")
 
@@ -52,7 +51,7 @@ class Environment:
             said = None
         else:
             said = self._environment.reset(**row)
-        return opening(row.get("prompt", ""), said, between="")
+        return _opening(row.get("prompt", ""), said)
 
     def step(self, answer: Answer) -> Step:
         self._answer = answer.content
@@ -78,6 +77,18 @@ class Environment:
             found.append((await _settled(self._reward(**columns, **given)))[0])
         rewards = [float(one) for one in found if one is not None]
         return sum(rewards) if rewards else None
+
+
+def _opening(prompt: Any, said: Any) -> list[dict[str, Any]]:
+    """The prompt of a row, with what an environment says at first added to its last message."""
+    messages = as_messages(prompt)
+    if not said:
+        return messages
+    if not isinstance(said, str):
+        return messages + as_messages(said)
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": said}]
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said}]
 
 
 def _tool(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,26 +127,23 @@ def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
     specs: dict[str, TensorSpec] = {}
     source: dict[str, str] = {}  # output -> what it is made of
     for name in behind:
-        made = {spec.name: spec for spec in _specs(weights.specs[name], recipe)}
-        specs |= made
-        source |= dict.fromkeys(made, name)
+        for spec in _specs(weights.specs[name], recipe):
+            specs[spec.name] = spec
+            source[spec.name] = name
     specs |= {name: TensorSpec.of(name, scale) for name, scale in recipe.cache.items()}
 
-    def opened() -> Get:
-        get = weights.open()
-        held = dict[str, torch.Tensor]()
+    held: dict[str, torch.Tensor] = {}  # made of the tensor that was read last
 
-        def made(name: str) -> torch.Tensor:
-            if name in recipe.cache:
-                return recipe.cache[name]
-            if name not in held:
-                held.clear()
-                held.update(_made(source[name], get(source[name]), behind[source[name]], recipe))
-            return held[name]
+    def made(name: str, get: Get) -> torch.Tensor:
+        if name in recipe.cache:
+            return recipe.cache[name]
+        if name not in held:
+            origin = source[name]
+            held.clear()
+            held.update(_made(origin, get(origin), behind[origin], recipe))
+        return held[name]
 
-        return made
-
-    return Weights(specs, opened)
+    return weights.made_into(specs, made)
 
 
 def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:

@@ -2,7 +2,6 @@
 overrides to paste.
 """
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +9,8 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
+from megatron_rl.config.load import flat
+from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import (
     Config,
     LearnerSection,
@@ -297,28 +298,8 @@ def _with_share(config: Config, share: float) -> Config:
 
 def overrides(base: Config, changed: Config) -> Iterator[str]:
     """The way from one to the other, as the command line takes it."""
-    for section in ("learner", "sampler", "sync"):
-        yield from _of_section(section, getattr(base, section), getattr(changed, section))
-
-
-def _of_section(name: str, old: Any, new: Any) -> Iterator[str]:
-    for key, value in vars(new).items():
-        before = getattr(old, key)
-        if value == before:
-            continue
-        if hasattr(value, "__dataclass_fields__"):
-            yield from _of_section(f"{name}.{key}", before, value)
-        elif isinstance(value, dict):
-            for each in {**before, **value}:
-                if value.get(each) != before.get(each):
-                    yield f"{name}.{key}.{each}={_written(value.get(each))}"
-        else:
-            yield f"{name}.{key}={_written(value)}"
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list | bool) or value is None:
-        return json.dumps(value, separators=(",", ":"))
-    if isinstance(value, str) and value.replace(",", "").isdecimal():
-        return json.dumps(value)  # GPUs: text, not a number
-    return str(value)
+    old = flat(base)
+    new = flat(changed)
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            yield f"{key}={write_line(new.get(key))}"

@@ -129,7 +129,3 @@ def correction_section(config: CorrectionConfig) -> dict[str, Any]:
         for rule in whole["reject"]
     ]
     return {"correction": whole}
-
-
-def yaml_text(config: CorrectionConfig) -> str:
-    return write_yaml(correction_section(config))

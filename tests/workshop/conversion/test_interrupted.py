@@ -17,10 +17,10 @@ from typing import IO, Any
 
 import pytest
 import torch
+from helpers import hf_shapes
 from models import config_of, content, convert, done, fails, made, tensors_of
 from preloaded import Process
 
-from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import make_header
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec

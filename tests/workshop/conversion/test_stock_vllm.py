@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import hf_shapes
 from models import config_of, done, made, tensors_of, verdicts
 
 from megatron_rl.batch import collate
-from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import write_folder
