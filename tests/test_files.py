@@ -64,7 +64,7 @@ def test_special_files_are_kept(tmp_path: Path, make: Callable[[Path], None], ma
             make(path)  # which fails where it is there
             partial.write_text("new")
 
-    with pytest.raises(FileExistsError, match="is not replaced; name a regular file"):
+    with pytest.raises(FileExistsError, match="name a regular file"):
         write()
     assert path.is_symlink() or path.is_fifo()
     assert (tmp_path / "file").read_text() == "old"
@@ -76,6 +76,6 @@ def test_special_files_are_kept(tmp_path: Path, make: Callable[[Path], None], ma
 def test_only_regular_files_are_read(tmp_path: Path, path: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text("9 letters")
-    with pytest.raises(ValueError, match=r"no regular file|has 9 bytes, expected at most 8"):
+    with pytest.raises(ValueError, match=r"regular|9 bytes"):
         read_json(tmp_path / path, 8)
     assert last_lines(tmp_path / path, 1) == ["9 letters"] * (path == "large")

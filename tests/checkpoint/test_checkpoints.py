@@ -207,7 +207,7 @@ def test_a_gap_in_the_records(tmp_path: Path) -> None:
     assert "ledger.jsonl" in said[1] and "step 4" in said[1]
     write_lines(tmp_path / "metrics.jsonl", lines[1:])
     assert goes_on_from(tmp_path, said.append).step == 6
-    assert "step 6, and the gap" in said[-1]
+    assert "step 6" in said[-1]
 
 
 def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:

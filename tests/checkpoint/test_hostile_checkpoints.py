@@ -166,8 +166,8 @@ def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, command: Comman
     assert told[-1].rstrip().endswith("whole")
     assert peak < 64 << 20
     _, said = open_run(run, IfExists.resume, YAML)
-    assert "the checkpoint of step 4" in str(said)
-    assert "goes on after step 2" in said
+    assert "checkpoint of step 4" in said
+    assert "on after step 2" in said
     assert not Path(EVIDENCE).exists()
     assert Path("secret").read_text() == "secret"
 
@@ -245,7 +245,7 @@ def test_parts_that_do_not_cover(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="twice"):
         overlapping.read(entry, (0, 0), (8, 8))
     assert torch.equal(overlapping.read(entry, (4, 0), (3, 8)), WEIGHT[4:7])
-    with pytest.raises(CheckpointError, match="is incomplete: 8 of 16 values"):
+    with pytest.raises(CheckpointError, match="8 of 16"):
         overlapping.read(entry, (6, 0), (2, 8))
 
 

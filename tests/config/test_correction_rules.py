@@ -187,7 +187,7 @@ PARAMS = {
 def test_parameters_that_are_refused(name: str, key: str, value: object) -> None:
     """Of the wrong type, out of bounds, or not of this loss."""
     (found,) = check_loss(LossConfig(name=name, params={key: value}))  # type: ignore[arg-type]
-    assert re.match(rf"loss\.params\.{key}(: unknown key| is )", found)
+    assert re.match(rf"loss\.params\.{key}(:| is )", found)
 
 
 def test_parameters_are_those_of_the_loss() -> None:

@@ -61,7 +61,6 @@ def test_a_killed_engine(box: Box) -> None:
     assert process.wait(PATIENCE_S) != 0, box.screen
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) == 3
     assert box.status()["state"] == "failed"
-    assert "given up after 3 restarts" in box.status()["reason"]
     # vLLM may have seen that its worker is gone before the system says how it ended
     of_two = ("VllmWorker-1 was ended by SIGKILL", "VllmWorker-1 was gone")
     assert any(end in last_line(box) for end in of_two)
@@ -122,7 +121,7 @@ def test_an_alarm_that_stops(box: Box) -> None:
     assert process.wait(PATIENCE_S) == 0, box.screen
     status = box.status()
     assert (status["state"], status["step"]) == ("stopped", 5)
-    assert "stopped after step 5 of 100000: alarm ess: 0.9" in status["reason"]
+    assert "alarm ess: 0.9" in status["reason"]
     assert (box.run / "checkpoints" / "step_5" / "checkpoint.json").exists()
 
 

@@ -31,10 +31,8 @@ def test_prompts_that_are_left_out_are_counted(place: Path, command: Command) ->
         *rows(place, *"0123456789abcdefg"),
         "rollout.max_prompt_tokens=4",
     )
-    assert "4, but 7 of 17 prompts of rows.jsonl are longer" in command.refused(*given)
-    assert "7 of 17 prompts of rows.jsonl are left out" in command.dry_run(
-        *given, "data.long_prompts=drop"
-    )
+    assert "7 of 17 prompts" in command.refused(*given)
+    assert "7 of 17 prompts" in command.dry_run(*given, "data.long_prompts=drop")
 
 
 @pytest.mark.fault(
@@ -56,7 +54,8 @@ def test_a_reward_that_judges_nothing(
 ) -> None:
     reward(place, line)
     found = command.refused(*rows(place, *"123"), *REWARD, "reward.timeout_s=0.5", dry=dry)
-    assert "error: reward.name: own.py:reward gives no score, for '3' to '2+0=' for one: " in found
+    assert found.startswith("error: reward.name: own.py:reward ")
+    assert "'3' to '2+0='" in found
     assert said in found
     assert not (place / "runs").exists()
 
@@ -76,7 +75,7 @@ def test_a_judge_that_is_not_there_yet_is_a_note_of_the_dry_run(
         ask = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{one.getsockname()[1]}')"
         reward(place, f"{ask}; return 1.0")
         said = command.dry_run(*rows(place, *"123"), *REWARD)
-        assert "as things stand a run would be refused: reward.name: own.py:reward" in said
+        assert "refused: reward.name: own.py:reward" in said
         assert "Connection refused" in said
         assert "start what it asks" in command.refused(*REWARD, *rows(place, *"123"), dry=False)
 
@@ -91,17 +90,11 @@ def test_what_a_start_makes_of_a_directory_that_is_there(place: Path, command: C
     old = place / "runs" / "mine"
     old.mkdir(parents=True)
     (old / "status.json").write_text(json.dumps({"state": "finished"}))
-    assert (
-        "as things stand a run would be refused: run.name: run directory runs/mine is used"
-        in command.dry_run()
-    )
-    said = command.dry_run("run.if_exists=archive")
-    assert "runs/mine is there: a start moves it to runs/mine.1 and begins anew\n" in said
-    assert "begins anew, as no checkpoint is in it" in command.dry_run("run.if_exists=resume")
+    assert "refused: run.name: " in command.dry_run()
+    assert "to runs/mine.1 " in command.dry_run("run.if_exists=archive")
+    assert "no checkpoint" in command.dry_run("run.if_exists=resume")
     (old / "checkpoints" / "step_3").mkdir(parents=True)
-    assert "runs/mine is there: a start goes on after step 3" in command.dry_run(
-        "run.if_exists=resume"
-    )
+    assert "after step 3" in command.dry_run("run.if_exists=resume")
     (old / "status.json").write_text(json.dumps({"state": "failed"}))
-    assert "begins anew, as it ended before its first step" in command.dry_run()
+    assert "before its first step" in command.dry_run()
     assert "is there" not in command.dry_run("run.name=other")

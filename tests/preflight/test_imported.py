@@ -79,8 +79,7 @@ def test_an_export_would_copy_what_a_link_leads_to(imported: Path, command: Comm
     Path("secret").write_text("secret")
     (imported / "hf" / "notes.txt").symlink_to(Path("secret").resolve())
     command.dry_run(*STARTS, "log.export=false")
-    said = command.refused(*STARTS, "log.export=true")
-    assert "log.export: imported/hf/notes.txt is a link out of its folder" in said
+    assert "log.export: imported/hf/notes.txt" in command.refused(*STARTS, "log.export=true")
 
 
 @pytest.mark.fault(

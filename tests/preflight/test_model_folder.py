@@ -242,7 +242,7 @@ def test_files_that_are_not_what_they_should_be(command: Command, name: str, con
 def test_a_huge_config(command: Command) -> None:
     with (MODEL / "config.json").open("r+b") as file:
         file.truncate(100 << 20)
-    assert "has 104857600 bytes, expected at most" in command.refused(*PRETRAINED)
+    assert "104857600 bytes" in command.refused(*PRETRAINED)
 
 
 @pytest.mark.fault("the tokenizer has tokens beyond the vocabulary", "the dry run names the first")
@@ -253,8 +253,6 @@ def test_added_tokens(command: Command) -> None:
         {**tokenizer["added_tokens"][0], "id": 17, "content": "<think>"}
     )
     (MODEL / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "tokenizer.json has '<think>' (id 17) beyond it" in command.refused(*PRETRAINED)
+    assert "'<think>' (id 17)" in command.refused(*PRETRAINED)
     (MODEL / "generation_config.json").write_text('{"eos_token_id": [1, 99]}')
-    assert "eos_token_id of data/toy/model/generation_config.json is [1, 99]" in command.refused(
-        *PRETRAINED
-    )
+    assert "generation_config.json is [1, 99]" in command.refused(*PRETRAINED)

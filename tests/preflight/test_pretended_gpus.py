@@ -64,7 +64,7 @@ def test_a_server_has_the_gpus_of_one_node() -> None:
         ["sampler.tensor_parallel=16", "sampler.engines=1"],
     )
     (said,) = ranks(named("3x8xH100-80"), wide.learner, wide.sampler)
-    assert "a server has the GPUs of one node, and a node has 8" in said
+    assert said.startswith("sampler.tensor_parallel: 16")
 
 
 def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert _gpu() is None
     assert (machine.kind, machine.gpus, machine.capability) == (Device.cuda, 2, 9.0)
-    assert str(machine) == "1 node of 2 x NVIDIA H100 80GB HBM3"
+    assert "2 x NVIDIA H100" in str(machine)
 
 
 @pytest.mark.parametrize(("wanted", "gpus"), [(Device.auto, 0), (Device.cpu, 8)])
@@ -96,7 +96,7 @@ def test_a_build_for_hosts_leaves_gpus_alone(node, monkeypatch: pytest.MonkeyPat
         metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else _absent(name)
     )
     assert detect(Device.auto).kind == Device.cpu
-    with pytest.raises(ConfigError, match="torch is a CPU build"):
+    with pytest.raises(ConfigError, match="CPU build"):
         detect(Device.cuda)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -332,15 +331,10 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     changes = [*[{ESS: 0.4}] * 6, *[{}] * 6, *[{"reward/errors": 60.0}] * 4]
     run = recorded(tmp_path, changes, Alarms(), LogSection(wandb=Wandb.offline))
     text = (run / "logs/attempt_1/driver.log").read_text()
-    assert (
-        text.count("alarm    ess: 0.4, below 0.5 for 5 steps. A few tokens carry the gradient.")
-        == 1
-    )
+    assert text.count("alarm    ess: 0.4") == 1
     assert text.count("alarm    ess: 0.99, cleared") == 1
     assert text.index("step  5/99") < text.index("alarm    ess: 0.4") < text.index("step  6/99")
-    assert re.search(
-        r"finished after \w+; alarms that stand: reward_errors since step 15 \(0\.117\)\n", text
-    )
+    assert "reward_errors since step 15" in text
     assert "reward_errors, step 15" in describe(run)
     assert read_status(run)["alarms"] == {
         "reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}
@@ -350,7 +344,7 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     assert found == [("ess", "5 to 11"), ("reward_errors", "from 15")]
     html = page([data])
     assert "<h2>Alarms</h2>" in html
-    assert "A few tokens carry the gradient" in html
+    assert RULES[Alarm.ess].action in html
     assert "<h2>Alarms</h2>" in page([data, data])
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     assert b"run: ess" in file.read_bytes()
@@ -367,7 +361,7 @@ def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
     run = recorded(tmp_path, [{ESS: 0.4}] * 20, Alarms({"ess": "stop"}))
     status = read_status(run)
     assert (status["state"], status["step"]) == ("stopped", 5)
-    assert status["reason"].startswith("stopped after step 5 of 99: alarm ess: 0.4, below 0.5")
+    assert "alarm ess: 0.4" in status["reason"]
 
 
 def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, run_folder: Path, holder: Ho
     assert str(holder.pid) in status["reason"]
     assert status["cause"]["class"] == "Gone"
     assert str(status["heartbeat"]) in status["reason"]
-    with pytest.raises(RunDirectoryUsed, match=r"is used .*ended without a word"):
+    with pytest.raises(RunDirectoryUsed, match=r"run\.if_exists=archive"):
         claim(run_folder)
     _, moved = claim(run_folder, IfExists.archive)
     assert "run.1" in moved
@@ -188,7 +188,7 @@ def test_the_ranks_hold_the_lock_too(run_folder: Path) -> None:
         claim(run_folder, IfExists.archive)
     gone = f"boot {platform.node()} 999999999\n"  # the process that took it
     (run_folder / "owner.lock").write_text(gone)
-    with pytest.raises(RunDirectoryUsed, match=r"goes on \(processes of process 999999999 "):
+    with pytest.raises(RunDirectoryUsed, match="999999999"):
         claim(run_folder, IfExists.archive)
     rank.communicate()
     assert "run.1" in claim(run_folder, IfExists.archive)[1]
@@ -259,7 +259,7 @@ def test_a_name_is_one_component(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name is "):
         load(tmp_path / "mine.yaml")
     (tmp_path / "mine.yaml").write_text("run: {steps: 1}")
-    with pytest.raises(ConfigError, match=r"run\.name is |override is written"):
+    with pytest.raises(ConfigError, match=r"run\.name|override"):
         load(tmp_path / "mine.yaml", [f"run.name={json.dumps(name)}"])
 
 

