@@ -21,13 +21,13 @@ ROOT = Path(__file__).parent.parent.parent
 MEGATRON_RL = (sys.executable, "-m", "megatron_rl.cli")
 PATIENCE_S = 600.0  # for whatever a run does next
 SMALL = (  # a step in a second, once the engines run
-    *("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1"),
-    *(
-        "learner.n_minibatches=1",
-        "eval.every=0",
-        "log.record_every=1",
-        "sampler.vllm.max_num_seqs=64",
-    ),
+    "rollout.prompts_per_step=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    "learner.n_minibatches=1",
+    "eval.every=0",
+    "log.record_every=1",
+    "sampler.vllm.max_num_seqs=64",
 )
 # answers of a model that knows nothing differ in it, so that every step has something to learn;
 # steps of a second or so leave time to be killed in

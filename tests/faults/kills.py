@@ -20,19 +20,15 @@ STEPS = 12
 START_S = 400.0
 END_S = 180.0
 RECIPE = (
-    *(
-        f"run.steps={STEPS}",
-        "run.if_exists=resume",
-        "checkpoint.every=2",
-        "checkpoint.keep_last=2",
-        "eval.every=4",
-    ),
-    *(
-        "eval.max_prompts=32",
-        "learner.n_minibatches=2",
-        "rollout.max_gen_batches=2",
-        "log.export=true",
-    ),
+    f"run.steps={STEPS}",
+    "run.if_exists=resume",
+    "checkpoint.every=2",
+    "checkpoint.keep_last=2",
+    "eval.every=4",
+    "eval.max_prompts=32",
+    "learner.n_minibatches=2",
+    "rollout.max_gen_batches=2",
+    "log.export=true",
     "reward.name=chance:score",
 )
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")

@@ -181,22 +181,6 @@ def test_a_full_disk(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "a second start has the name of a whole run that goes on", "it is refused, the first goes on"
-)
-def test_a_second_start(box: Box) -> None:
-    process = box.begin()
-    other = Box(box.folder)
-    shutil.copy(box.folder / "screen", box.folder / "screen_1")
-    for mode in ("refuse", "archive", "resume"):
-        assert other.train(f"run.if_exists={mode}").wait(PATIENCE_S) == 2
-        assert "goes on" in other.screen
-    box.goes_on(1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 143
-    assert "SIGTERM" in box.status()["reason"]
-
-
-@pytest.mark.fault(
     "five whole runs are started at once under one name", "one runs to its end, the others are told"
 )
 def test_five_starts_at_once(box: Box) -> None:

@@ -9,13 +9,12 @@ import pytest
 from box import PATIENCE_S, Box
 
 SETTINGS = (
-    *(
-        "run.if_exists=resume",
-        "checkpoint.every=1",
-        "learner.precision=fp32",
-        "model.path=data/toy/model",
-    ),
-    *("model.init=random", "reward.name=chance:score"),
+    "run.if_exists=resume",
+    "checkpoint.every=1",
+    "learner.precision=fp32",
+    "model.path=data/toy/model",
+    "model.init=random",
+    "reward.name=chance:score",
 )
 KINDS = ("tensor", "pipeline", "context", "data")  # of parallelism
 CHAIN = {

@@ -4,7 +4,6 @@ the next start.
 
 import ctypes
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -74,15 +73,6 @@ def test_a_killed_driver(box: Box) -> None:
     assert launcher.wait(START_S) != 0
     box.until_over()
     left_nothing(box)
-
-
-@pytest.mark.fault("kill -9 of the launcher in a rank's first second", "no rank lives on")
-def test_a_launcher_killed_while_ranks_start(box: Box) -> None:
-    launcher = box.train("run.steps=1000", "learner.tensor_parallel=2")
-    wait_for(lambda: box.processes("megatron_rl.rank"), "a rank")
-    time.sleep(0.2)
-    launcher.kill()
-    box.until_over()
 
 
 @pytest.mark.fault(

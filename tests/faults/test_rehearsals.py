@@ -19,13 +19,11 @@ pytestmark = [needs_slurm, pytest.mark.timeout(1500)]
 END_S = 1200
 STEPS = 6
 RUN = (
-    *(
-        f"run.steps={STEPS}",
-        "checkpoint.every=2",
-        "log.export=true",
-        "model.init=random",
-        "reward.name=chance:score",
-    ),
+    f"run.steps={STEPS}",
+    "checkpoint.every=2",
+    "log.export=true",
+    "model.init=random",
+    "reward.name=chance:score",
     "reward.workers=1",
 )
 SLOW = 0.15
@@ -75,46 +73,35 @@ def rehearse(
     return status, box.screen
 
 
-@pytest.mark.fault(
-    "a job on two nodes is asked to stop", "its step ends, it is queued again; as if left alone"
-)
-@pytest.mark.parametrize(("script", "quantization"), [("dapo_int8", "int8"), ("dapo_fp8", "fp8")])
-def test_usr1(
-    place: Box, undisturbed: Callable[[str], Path], script: str, quantization: str
-) -> None:
-    status, said = rehearse(place, script, f"quantization={quantization}", event="usr1")
-    assert status == 0, said
-    assert "is queued again" in said
-    _ended_as(place, undisturbed(quantization), before="stopped")
+EVENTS = {  # settings of the rehearsal, and the state of the first start
+    "usr1": ({}, "stopped"),
+    "rank": ({"REHEARSE_AFTER": "5"}, "failed"),
+    "limit": ({"REHEARSE_SIGNAL_S": "100"}, "stopped"),
+    "requeue": ({}, "stopped"),
+    "daemon": ({}, None),
+}
+BY_SLURM = ("requeue", "daemon")
 
 
 @pytest.mark.fault(
-    "a job on two nodes loses a rank, SIGKILL",
+    "a job on two nodes is asked to stop, loses a rank or its node, reaches its time limit",
     "it is queued again from its checkpoint; as if left alone",
 )
-def test_a_killed_rank(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    status, said = rehearse(place, "dapo_int8", event="rank", REHEARSE_AFTER="5")
-    assert status == 0, said
-    assert "is queued again" in said
-    _ended_as(place, undisturbed("int8"), before="failed")
-
-
-@pytest.mark.fault("scontrol requeue of a running job", "it goes on; as if left alone")
-def test_requeue(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    status, said = rehearse(place, "dapo_int8", event="requeue")
-    assert status == 0, said
-    _ended_as(place, undisturbed("int8"), before="stopped")
-
-
-@pytest.mark.fault(
-    "the daemon of a job's node dies",
-    "Slurm queues the job again, and it goes on; as if left alone",
+@pytest.mark.parametrize(
+    ("event", "format"), [("usr1", "fp8"), *((event, "int8") for event in EVENTS)]
 )
-def test_a_lost_node(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    place.reward(SLOW)
-    status, said = rehearse(place, "dapo_int8", event="daemon")
+def test_a_job_is_queued_again(
+    place: Box, undisturbed: Callable[[str], Path], event: str, format: str
+) -> None:
+    settings, before = EVENTS[event]
+    if event in ("daemon", "limit"):
+        place.reward(SLOW)
+    status, said = rehearse(
+        place, f"dapo_{format}", f"quantization={format}", event=event, **settings
+    )
     assert status == 0, said
-    _ended_as(place, undisturbed("int8"))
+    assert event in BY_SLURM or "is queued again" in said
+    _ended_as(place, undisturbed(format), before=before)
 
 
 @pytest.mark.fault(
@@ -131,17 +118,6 @@ def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
     status, said = rehearse(place, "dapo_int8")
     assert status == 0, said
     _ended_as(place, undisturbed("int8"), restarts=None, before="stopped")
-
-
-@pytest.mark.fault(
-    "a job reaches its time limit", "it is queued again and goes on; as if left alone"
-)
-def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    place.reward(SLOW)
-    status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_SIGNAL_S="100")
-    assert status == 0, said
-    assert "is queued again" in said
-    _ended_as(place, undisturbed("int8"), before="stopped")
 
 
 @pytest.mark.fault(

@@ -26,17 +26,13 @@ class Talk(Environment):
         return Step("7*8", zlib.crc32(answer.text.encode()) % 7 / 6, self.turn == 3)
 """
 RECIPE = (
-    *(
-        "environment.name=talk:Talk",
-        "model.path=data/tools/model",
-        "model.init=random",
-        "learner.tensor_parallel=2",
-    ),
-    *(
-        "rollout.max_response_tokens=24",
-        "rollout.max_context_tokens=128",
-        "reward.overlong_filter=false",
-    ),
+    "environment.name=talk:Talk",
+    "model.path=data/tools/model",
+    "model.init=random",
+    "learner.tensor_parallel=2",
+    "rollout.max_response_tokens=24",
+    "rollout.max_context_tokens=128",
+    "reward.overlong_filter=false",
 )
 
 

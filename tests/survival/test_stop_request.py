@@ -237,34 +237,29 @@ def score(row, key, response):
     return zlib.crc32(response.encode()) % 7 / 6
 """
 SETTINGS = (
-    *(
-        "run.name=run",
-        "run.steps=3",
-        "run.if_exists=resume",
-        "model.path=toy/model",
-        "model.init=random",
-    ),
-    *(
-        "data.train=train.jsonl",
-        "data.eval=eval.jsonl",
-        "reward.name=signals:score",
-        "reward.workers=1",
-    ),
+    "run.name=run",
+    "run.steps=3",
+    "run.if_exists=resume",
+    "model.path=toy/model",
+    "model.init=random",
+    "data.train=train.jsonl",
+    "data.eval=eval.jsonl",
+    "reward.name=signals:score",
+    "reward.workers=1",
     "reward.timeout_s=100",
-    *("run.variables=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
-    *(
-        "rollout.max_gen_batches=1",
-        "rollout.max_response_tokens=12",
-        "eval.every=1",
-        "eval.max_prompts=8",
-    ),
-    *(
-        "checkpoint.every=600min",
-        "sampler.vllm.max_num_seqs=64",
-        "log.export=true",
-        "learner.n_minibatches=1",
-    ),
-    *("quantization.smoothing=0.5", "sync.verify_every=0"),
+    "run.variables=[MOMENT]",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    "rollout.max_response_tokens=12",
+    "eval.every=1",
+    "eval.max_prompts=8",
+    "checkpoint.every=600min",
+    "sampler.vllm.max_num_seqs=64",
+    "log.export=true",
+    "learner.n_minibatches=1",
+    "quantization.smoothing=0.5",
+    "sync.verify_every=0",
 )
 
 
