@@ -117,12 +117,6 @@ def test_corrections_that_are_refused(config: CorrectionConfig, path: str) -> No
     assert ": " in found.removeprefix(path)  # and the way out
 
 
-def test_all_problems_are_reported_at_once() -> None:
-    reject = [replace(RULE, reduce=None), replace(RULE, stat="k4")]
-    config = CorrectionConfig(weight=WeightConfig(low=-1.0, high=-2.0), reject=reject)
-    assert len(check_correction(config)) == 3
-
-
 BYPASS = CorrectionConfig(
     anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False
 )

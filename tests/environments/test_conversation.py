@@ -61,9 +61,11 @@ def environment(talk: Talk, answers: list[str], role: str = "user", stopped: boo
         talk.asked.append((turn.tokens, ids))
         answer = {"role": "assistant", "content": text}
         conversation.answered(turn, completion(ids), answer)
-        messages = [*messages, answer, {"role": role, "content": "No."}]
+        messages = [*messages, answer, {**NO, "role": role}]
 
 
+HM = {"role": "user", "content": "Hm?"}
+NO = {"role": "user", "content": "No."}
 THOUGHTS = [
     "<think>\nso\n</think>\n\n42",
     "<think>\nso so\n</think>\n\n43",
@@ -115,28 +117,11 @@ def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
         odd = [one for piece in "the answer" for one in tokenizer.encode(piece)]
         assert odd != tokenizer.encode("the answer")
         ids = [*tokenizer.encode("<think>\nso\n</think>\n\n"), *odd, tokenizer.stop_token_ids[0]]
-        first = conversation.request([{"role": "user", "content": "Hm?"}])
+        first = conversation.request([HM])
         answer = {"role": "assistant", "content": "<think>\nso\n</think>\n\nthe answer"}
         conversation.answered(first, completion(ids), answer)
-        then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+        then = conversation.request([HM, answer, NO])
         assert " ".join(map(str, odd)) in " ".join(map(str, then.tokens)), name
-
-
-@pytest.mark.parametrize(
-    ("stop", "added"), [(True, "\n<|im_start|>user"), (False, "<|im_end|>\n<|im_start|>user")]
-)
-def test_the_stop_that_was_sampled_is_the_templates(
-    tokenizers: dict[str, FolderTokenizer], stop: bool, added: str
-) -> None:
-    tokenizer = tokenizers["appends"]
-    conversation = Conversation(tokenizer)
-    first = conversation.request([{"role": "user", "content": "Hm?"}])
-    ids = [*tokenizer.encode("42"), *tokenizer.stop_token_ids[: int(stop)]]
-    answer = {"role": "assistant", "content": "42"}
-    conversation.answered(first, completion(ids), answer)
-    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
-    assert tokenizer.decode_all(then.added).startswith(added)
-    assert tokenizer.decode_all(then.tokens).count("<|im_end|>") == 3
 
 
 def test_what_goes_on_with_no_answer_is_appended_to_none(
@@ -151,11 +136,10 @@ def test_what_goes_on_with_no_answer_is_appended_to_none(
             conversation.request(messages), completion(tokenizer.encode(text)), answer
         )
     said = {"role": "assistant", "content": "40"}
-    more = {"role": "user", "content": "No."}
     asked = (
-        [*plan, said, more],
-        [{"role": "system", "content": "Be short."}, more, said, more],
-        [*judge, more],
+        [*plan, said, NO],
+        [{"role": "system", "content": "Be short."}, NO, said, NO],
+        [*judge, NO],
     )
     texts = [tokenizer.decode_all(conversation.request(messages).tokens) for messages in asked]
     assert texts == [tokenizer.render(messages, {}, tools=(), opened=True) for messages in asked]
@@ -163,11 +147,11 @@ def test_what_goes_on_with_no_answer_is_appended_to_none(
 
 def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokenizer]) -> None:
     conversation = Conversation(tokenizers["appends"])
-    first = conversation.request([{"role": "user", "content": "Hm?"}])
+    first = conversation.request([HM])
     answer = {"role": "assistant", "content": "the"}
     ids = tokenizers["appends"].encode("the answer")
     conversation.answered(first, completion(ids, [(3, 1), (4, len(ids) - 1)]), answer)
-    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+    then = conversation.request([HM, answer, NO])
     conversation.answered(then, completion([5], [(5, 1)]), answer)
     (row,) = conversation.rows()
     own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]
@@ -179,14 +163,14 @@ def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(
 ) -> None:
     """A later turn may have read the conversation anew, with other weights."""
     conversation = Conversation(tokenizers["appends"])
-    first = conversation.request([{"role": "user", "content": "Hm?"}])
+    first = conversation.request([HM])
     answer = {"role": "assistant", "content": "the"}
     ids = tokenizers["appends"].encode("the answer")
     read = len(first.tokens) + len(ids) - 1
     conversation.answered(
         first, replace(completion(ids), experts_SLK=np.full((read, 2, 1), 1, np.uint8)), answer
     )
-    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+    then = conversation.request([HM, answer, NO])
     later = replace(completion([5]), experts_SLK=np.full((len(then.tokens), 2, 1), 2, np.uint8))
     conversation.answered(then, later, answer)
     (row,) = conversation.rows()

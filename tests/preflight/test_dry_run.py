@@ -126,29 +126,6 @@ def test_models_that_the_learner_or_the_engine_would_refuse(
     one_says(command.refused("quantization=none", *overrides), words)
 
 
-def test_everything_is_refused_at_once(place: Path, command: Command) -> None:
-    with_model(place, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, attention_bias=True)
-    wrong = (
-        "run.device=cuda",
-        "optim.lr=0",
-        "eval.every=7",
-        "learner.megatron.fp=1",
-        "data.train=no.jsonl",
-    )
-    keys = [
-        "optim.lr is 0",
-        "eval.every: 7",
-        "run.device: cuda",
-        "model.path: attention_bias",
-        "model.path: hidden_act",
-        "model.path: rope_type",
-        "learner.megatron.fp:",
-        "data.train: no file",
-    ]
-    for key, line in zip(keys, command.refused(*wrong).splitlines(), strict=True):
-        assert line.startswith(f"error: {key}")
-
-
 def planned(command: Command, recipe: str, machine: str, *overrides: str) -> str:
     return command.dry_run("--on", machine, *overrides, recipe=ROOT / "recipes" / recipe)
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,12 +68,13 @@ def steps(changes: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+def heard(alarms: Alarms, lines: Iterable[dict[str, float]]) -> list[tuple[str, bool, int]]:
+    """Alarms of these lines of metrics: name, raised or cleared, step."""
+    return [(str(one.alarm), one.raised, one.step) for line in lines for one in alarms.after(line)]
+
+
 def said(alarms: Alarms, changes: Sequence[dict[str, float]]) -> list[tuple[str, bool, int]]:
-    return [
-        (str(one.alarm), one.raised, one.step)
-        for line in steps(changes)
-        for one in alarms.after(line)
-    ]
+    return heard(alarms, steps(changes))
 
 
 def test_the_page_has_the_rules_as_they_are() -> None:
@@ -100,29 +101,21 @@ def test_the_defaults_are_quiet_on_recorded_runs(name: str, format: Format) -> N
     """Metrics of the shipped recipes, as they were run."""
     lines = read_metrics(RECORDED / f"{name}.jsonl")
     assert len(lines) > 20
-    alarms = Alarms({}, [format], sampled=name != "toy_sft")
-    assert [one for line in lines for one in alarms.after(line)] == []
+    assert heard(Alarms({}, [format], sampled=name != "toy_sft"), lines) == []
 
 
 def test_the_defaults_are_loud_on_a_broken_run() -> None:
     """quickstart_bf16 with weights that reach the sampler every 30 steps, and a learning rate that
     moves them far.
     """
-    alarms = Alarms()
-    found = [one for line in read_metrics(RECORDED / "stale.jsonl") for one in alarms.after(line)]
-    assert [(one.alarm, one.raised, one.step) for one in found] == [
-        ("mismatch", True, 6),
-        ("ess", True, 6),
-    ]
+    found = heard(Alarms(), read_metrics(RECORDED / "stale.jsonl"))
+    assert found == [("mismatch", True, 6), ("ess", True, 6)]
 
 
 def test_a_real_run_that_went_wrong() -> None:
     """The quickstart with 32 prompts and ten times the learning rate."""
-    alarms = Alarms({}, [Format.int8])
-    found = [
-        one for line in read_metrics(RECORDED / "collapsed.jsonl") for one in alarms.after(line)
-    ]
-    assert [(one.alarm, one.step) for one in found if one.raised] == [
+    found = heard(Alarms({}, [Format.int8]), read_metrics(RECORDED / "collapsed.jsonl"))
+    assert [(alarm, step) for alarm, raised, step in found if raised] == [
         ("accuracy", 4),
         ("truncated", 24),
     ]
@@ -147,16 +140,10 @@ def test_what_is_no_number_is_beyond_every_bound() -> None:
 
 
 def test_a_step_that_does_not_measure_counts_neither_way() -> None:
-    alarms = Alarms()
-    bad = {**HEALTHY, ESS: 0.1}
-    without = {name: value for name, value in HEALTHY.items() if name != ESS}
-    lines = [bad, bad, without, bad, without, bad, bad]
-    news = [
-        one
-        for number, line in enumerate(lines, 1)
-        for one in alarms.after({**line, "progress/step": number})
-    ]
-    assert [(one.alarm, one.step) for one in news] == [("ess", 7)]
+    lines = steps([{ESS: 0.1}] * 7)
+    for step in (3, 5):
+        del lines[step - 1][ESS]
+    assert heard(Alarms(), lines) == [("ess", True, 7)]
 
 
 def test_medians_wait_until_they_are_full() -> None:
@@ -192,7 +179,7 @@ def evaluated(
     lines = [
         {"progress/step": step, name: rate, f"{name[:-8]}n": n} for step, rate in enumerate(rates)
     ]
-    return [(str(one.alarm), one.raised, one.step) for line in lines for one in alarms.after(line)]
+    return heard(alarms, lines)
 
 
 def test_an_accuracy_below_its_start_or_half_of_its_best() -> None:
@@ -348,13 +335,6 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     assert "<h2>Alarms</h2>" in page([data, data])
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     assert b"run: ess" in file.read_bytes()
-
-
-def test_status_says_so_while_the_run_goes_on(tmp_path: Path) -> None:
-    with start(tmp_path / "run", steps=99) as recorder:
-        for line in steps([{ESS: 0.4}] * 5):
-            recorder.log(int(line["progress/step"]), line)
-        assert list(read_status(tmp_path / "run")["alarms"]) == ["ess"]
 
 
 def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:

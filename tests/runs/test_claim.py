@@ -247,8 +247,20 @@ def test_what_has_begun_is_kept(tmp_path: Path, finished: bool) -> None:
 
 
 ODD = (
-    *("", ".", "..", "a/b", "/tmp/x", "../x", "a/../../x"),
-    *("-rf", "a\nb", "a\x1bb", "a\x7fb", " a", "x" * 256, "é" * 128),
+    "",
+    ".",
+    "..",
+    "a/b",
+    "/tmp/x",
+    "../x",
+    "a/../../x",
+    "-rf",
+    "a\nb",
+    "a\x1bb",
+    "a\x7fb",
+    " a",
+    "x" * 256,
+    "é" * 128,
 )
 
 

@@ -111,14 +111,6 @@ def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
     assert (run.said().count("is stopped"), run.said().count("goes on after")) == (1, 1)
 
 
-def test_the_launcher_is_named_and_ends_nothing(run: Run, process: subprocess.Popen[bytes]) -> None:
-    run.watch.launcher = process.pid
-    stop(process)
-    run.beat(0)
-    assert run.looks(10, 0) == ["the launcher stopped"]
-    assert not run.watch.blocking
-
-
 @pytest.mark.fault(
     "a rank, or the engine that it waits for, stays stopped", "the run ends, and names it"
 )
