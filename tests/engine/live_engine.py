@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from simulated import hf_config, random_hf
+from simulated import hf_config, quantized_whole, random_hf
 from tiny_engine import PROMPTS, make_config
 
 from megatron_rl.config.schema import Config, Format, KvCache
@@ -18,8 +18,6 @@ from megatron_rl.engine import receiver, reload
 from megatron_rl.engine.engine import Engine
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.formats import is_quantized
-from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -80,15 +78,13 @@ class Case:
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
         quantization = self.config.quantization
-        tensors = {}
-        for name, drawn in random_hf(ModelShape.from_hf(self.hf), torch.float32, seed).items():
-            tensor = (1 + 0.02 * drawn if drawn.ndim == 1 else 0.1 * drawn).bfloat16()
-            if is_quantized(name, quantization.format, quantization.ignore):
-                for suffix, part in quantize(tensor, quantization.format).items():
-                    tensors[name.removesuffix("weight") + suffix] = part
-            else:
-                tensors[name] = tensor
-        return tensors | self.scales(seed)
+        drawn = random_hf(ModelShape.from_hf(self.hf), torch.float32, seed)
+        weights = {
+            name: (1 + 0.02 * tensor if tensor.ndim == 1 else 0.1 * tensor).bfloat16()
+            for name, tensor in drawn.items()
+        }
+        quantized = quantized_whole(weights, quantization.format, quantization.ignore)
+        return quantized | self.scales(seed)
 
     def scales(self, seed: int) -> dict[str, torch.Tensor]:
         """Scales of the quantized cache, if there is one."""

@@ -2,7 +2,6 @@
 it must be.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_fleet import flip_a_byte
 from tiny_engine import Live, essence, fresh_rollouts, start_live, startable
 
 from megatron_rl.config.schema import Format
@@ -21,8 +21,6 @@ from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 pytestmark = pytest.mark.engine
-
-VICTIM = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +87,6 @@ def test_fifty_updates_equal_a_fresh_engine(format, engine, tmp_path):
     assert memory[49] - memory[19] < 6, "thirty updates of half a megabyte or more would show"
 
 
-def flip_a_byte(manifest: Path) -> None:
-    entry = next(e for e in json.loads(manifest.read_text())["tensors"] if e["name"] == VICTIM)
-    path = manifest.parent / entry["file"]
-    content = bytearray(path.read_bytes())
-    content[entry["offset"]] ^= 1
-    path.write_bytes(content)
-
-
-def remove(manifest: Path) -> None:
-    content = json.loads(manifest.read_text())
-    content["tensors"] = [entry for entry in content["tensors"] if entry["name"] != VICTIM]
-    manifest.write_text(json.dumps(content))
-
-
 @pytest.mark.fault(
     "a version is damaged before it is checked, or after that",
     "refused, the version before serves on",
@@ -110,8 +94,7 @@ def remove(manifest: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "fault", "message"),
     [
-        (Format.int8, flip_a_byte, f"corrupt tensor {VICTIM}"),
-        (Format.int8, remove, "does not match its checksum"),
+        (Format.int8, flip_a_byte, "corrupt tensor"),
         (Format.int8, "changed_after_the_check", "corrupt tensor"),
         (Format.int8, "cut_after_the_check", "truncated file"),
         (Format.none, "parameter_not_written", r"unwritten: model\.norm\.weight"),
@@ -132,15 +115,13 @@ def test_a_faulty_update_is_refused_and_the_old_version_serves_on(format, fault,
 
 
 def test_patches_load_like_whole_tensors(engine):
-    """A version of patches, read by a receiver that has not read the one before; then one whose
-    base is gone.
-    """
+    """A version of patches, read by a receiver that has not read the one before."""
     live = engine(Format.fp8)
     live.update(71)
     right = live.answers()
     sent = Sent()
     first = live.next_version
-    for version, seed in enumerate((72, 71, 72), start=first):
+    for version, seed in enumerate((72, 71), start=first):
         base = None if version == first else version - 1
         tensors = live.model.quantized(seed, live.format).items()
         transport.write_version(
@@ -148,12 +129,6 @@ def test_patches_load_like_whole_tensors(engine):
         )
 
     live.load(first + 1)
-    assert live.answers() == right
-    transport.remove_version(live.directory, first)
-    with pytest.raises(
-        WeightSyncError, match=f"version {first + 2} is a patch of version {first}, which"
-    ):
-        live.load(first + 2)
     assert live.answers() == right
 
 
@@ -191,21 +166,15 @@ def test_after_an_update_that_stops_half_way_another_engine_serves_the_version_b
     assert live.answers() != before
 
 
-def test_seeds_samples_and_greedy(engine):
+def test_greedy_samples_are_equal_and_a_stop_token_ends_one(engine):
     live = engine(Format.none)
     live.update(51)
-    first = live.rollouts(seed=1)
-    assert [(r.group, r.sample) for r in first] == [
-        (group, sample) for group in range(6) for sample in range(2)
-    ]
-    assert all(len(r.token_ids) == len(r.logprobs) == len(r.loss_mask) == 6 for r in first)
-    assert live.answers(seed=1) == essence(first)
-    assert live.answers(seed=2) != essence(first)
-    assert all(a.token_ids != b.token_ids for a, b in zip(first[::2], first[1::2], strict=True))
+    first, *_ = live.rollouts()
     greedy = live.rollouts(params=SamplingParams(samples=2, max_tokens=6, temperature=0.0))
     assert [r.token_ids for r in greedy[::2]] == [r.token_ids for r in greedy[1::2]]
-    stop = first[0].token_ids[2]
-    stopped = live.rollouts(params=SamplingParams(samples=2, max_tokens=6, stop_token_ids=(stop,)))
-    assert stopped[0].finish_reason == "stop"
-    assert stopped[0].token_ids[-1] == stop
-    assert first[0].finish_reason == "length"
+    stop = first.token_ids[2]
+    stopped, *_ = live.rollouts(
+        params=SamplingParams(samples=2, max_tokens=6, stop_token_ids=(stop,))
+    )
+    assert (first.finish_reason, stopped.finish_reason) == ("length", "stop")
+    assert stopped.token_ids[-1] == stop

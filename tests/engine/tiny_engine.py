@@ -17,6 +17,7 @@ import torch
 from helpers import wait_for
 from preloaded import forking
 from safetensors.torch import save_file
+from simulated import quantized_whole
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.schema import (
@@ -29,8 +30,6 @@ from megatron_rl.config.schema import (
     RunSection,
     SamplerSection,
 )
-from megatron_rl.quantization.formats import is_quantized
-from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
 from megatron_rl.sampler.sampler import Answering, Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -148,14 +147,7 @@ class TinyModel:
         return Qwen3ForCausalLM(self.hf).state_dict()
 
     def quantized(self, seed: int, format: Format) -> dict[str, torch.Tensor]:
-        tensors = {}
-        for name, tensor in self.weights(seed).items():
-            if is_quantized(name, format, ["lm_head"]):
-                for suffix, part in quantize(tensor, format).items():
-                    tensors[name.removesuffix("weight") + suffix] = part
-            else:
-                tensors[name] = tensor
-        return tensors
+        return quantized_whole(self.weights(seed), format)
 
 
 def make_model(folder: Path, tied: bool) -> TinyModel:
