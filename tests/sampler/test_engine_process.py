@@ -99,13 +99,6 @@ def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool)
         process.end()
 
 
-def test_a_child_that_takes_another_s_place_has_a_log_of_its_own(tmp_path: Path) -> None:
-    settings = ProcessSettings({}, tmp_path / "logs" / "sampler.log")
-    for restarts in (0, 2):
-        EngineProcess(settings, restarts=restarts).end()
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"sampler.log", "sampler_2.log"}
-
-
 @pytest.mark.parametrize(
     ("given", "engines", "wanted"), [(None, 1, None), ("4,5", 1, "4,5"), ("4,5", 2, None)]
 )

@@ -125,12 +125,6 @@ def test_any_version_is_put_together_from_the_whole_one(three_versions: Path) ->
             assert torch.equal(staged.tensors[name], tensor), (version, name)
 
 
-def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> None:
-    transport.remove_version(three_versions, 0)
-    with pytest.raises(WeightSyncError, match="a patch of version 0"):
-        read(three_versions, 2)
-
-
 @pytest.mark.parametrize("version", [0, 1], ids=["base", "gap"])
 def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path, version: int) -> None:
     (file,) = transport.version_directory(three_versions, version).glob("*.bin")

@@ -64,12 +64,6 @@ def entry_of(content: dict[str, Any]) -> dict[str, Any]:
     return next(entry for entry in content["tensors"] if entry["name"] == VICTIM)
 
 
-def file_of(path: Path) -> tuple[Path, int]:
-    """Where the manifest at `path` says that the victim lies."""
-    entry = entry_of(json.loads(path.read_text()))
-    return path.parent / entry["file"], entry["offset"]
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_what_arrives_is_what_was_sent(tmp_path: Path, bucket_bytes: int) -> None:
     write(tmp_path, bucket_bytes)
@@ -101,21 +95,6 @@ def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-
-
-@pytest.mark.fault("a file of a version is damaged, or lost", "the version is refused")
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda file, offset: flip(file, offset + 3), f"corrupt tensor {VICTIM}"),
-        (lambda file, offset: file.write_bytes(file.read_bytes()[:-1]), f"truncated.*{VICTIM}"),
-        (lambda file, offset: file.unlink(), "No such file"),
-    ],
-)
-def test_a_damaged_file(tmp_path: Path, damage: Callable[[Path, int], object], said: str) -> None:
-    damage(*file_of(write(tmp_path, bucket_bytes=1)))
-    with pytest.raises(WeightSyncError, match=said):
-        read(tmp_path)
 
 
 @pytest.mark.parametrize(
