@@ -12,11 +12,11 @@ import pytest
 import torch
 from live_fleet import flip_a_byte
 from tiny_engine import Live, essence, fresh_rollouts, start_live, startable
+from versions import write_chain
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import Rollout, SamplingParams
-from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -119,15 +119,9 @@ def test_patches_load_like_whole_tensors(engine):
     live = engine(Format.fp8)
     live.update(71)
     right = live.answers()
-    sent = Sent()
     first = live.next_version
-    for version, seed in enumerate((72, 71), start=first):
-        base = None if version == first else version - 1
-        tensors = live.model.quantized(seed, live.format).items()
-        transport.write_version(
-            live.directory, version, tensors, format="fp8", sent=sent, base=base
-        )
-
+    versions = [live.model.quantized(seed, live.format) for seed in (72, 71)]
+    write_chain(live.directory, versions, first=first, sent=Sent())
     live.load(first + 1)
     assert live.answers() == right
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_file_transport import flip
+from versions import checked, flip, write_chain
 
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
@@ -82,39 +82,17 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in tensors_of(0).items()}
 
 
-class Sender:
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.sent = Sent()
-        self.base = None
-
-    def write(self, version: int) -> transport.Written:
-        written = transport.write_version(
-            self.directory,
-            version,
-            tensors_of(version).items(),
-            format="int8",
-            sent=self.sent,
-            base=self.base,
-        )
-        self.base = version
-        return written
-
-
 def read(directory: Path, version: int) -> Staged:
-    staged = stage(directory, version, 1, EXPECTED, -1)
-    for name in staged.tensors:
-        staged.tensors[name]
-    return staged
+    return checked(stage(directory, version, 1, EXPECTED, -1))
 
 
 @pytest.fixture
 def three_versions(tmp_path: Path) -> Path:
-    sender = Sender(tmp_path)
-    sizes = [sender.write(version).nbytes for version in range(3)]
-    assert sizes[1] < sizes[0] / 3
-    assert sender.sent.changed == pytest.approx(64 + 20, abs=3)  # some places are drawn twice
-    assert sender.sent.values == 64 * 48 + 64 + 5
+    sent = Sent()
+    whole, patch, _ = write_chain(tmp_path, map(tensors_of, range(3)), sent=sent)
+    assert patch.nbytes < whole.nbytes / 3
+    assert sent.changed == pytest.approx(64 + 20, abs=3)  # some places are drawn twice
+    assert sent.values == 64 * 48 + 64 + 5
     return tmp_path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated import hf_config, random_hf, run_sources
-from test_file_transport import flip
+from versions import flip, write_chain
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Layout
@@ -35,22 +35,6 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {ROWS: rows, COLUMNS: columns, "norm.weight": torch.full((5,), 1.0 + version)}
 
 
-def write(folder: Path, versions: int = 1, patches: bool = False) -> Path:
-    sent = Sent() if patches else None
-    for version in range(versions):
-        base = version - 1 if patches and version else None
-        written = transport.write_version(
-            folder,
-            version,
-            tensors_of(version).items(),
-            format="int8",
-            sent=sent,
-            base=base,
-            cuts=CUTS,
-        )
-    return written.manifest
-
-
 def read(folder: Path, version: int = 0, shards: dict[str, Shard] | None = None) -> Staged:
     expected = {name: TensorSpec.of(name, tensor) for name, tensor in tensors_of(0).items()}
     return stage(folder, version, 1, expected, -1, shards or {})
@@ -62,7 +46,8 @@ def test_a_rank_reads_the_parts_of_its_shard(
     tmp_path: Path, patches: bool, ranks: int, share: float
 ) -> None:
     """Four ranks of what was cut for two read a part each; one that loads all reads all."""
-    write(tmp_path, versions=3, patches=patches)
+    sent = Sent() if patches else None
+    write_chain(tmp_path, map(tensors_of, range(3)), sent=sent, cuts=CUTS)
     want = tensors_of(2)
     for rank in range(ranks):
         rows = 12 // ranks
@@ -86,7 +71,7 @@ def test_a_rank_reads_the_parts_of_its_shard(
 
 
 def test_what_a_rank_does_not_load_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_chain(tmp_path, [tensors_of(0)], cuts=CUTS)
     (bucket,) = transport.version_directory(tmp_path, 0).glob("*.bin")
     flip(bucket, 50)  # in the second half of the rows
     first = Shard(0, ((0, 6),))
@@ -98,7 +83,14 @@ def test_what_a_rank_does_not_load_is_not_read(tmp_path: Path) -> None:
             read(tmp_path, 0, {ROWS: shard}).tensors[ROWS]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "phi3"])
+# rows of each kind that vLLM's ranks share
+KINDS = {
+    "qwen3_moe": {"self_attn.q_proj": (128,)},
+    "phi3": {"self_attn.qkv_proj": (128, 64, 64), "mlp.gate_up_proj": (96, 96)},
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_cut_is_cut_into_equal_shares(
     family: str, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -120,21 +112,13 @@ def test_what_is_cut_is_cut_into_equal_shares(
         ]
         assert cut.dim == int(name.endswith(("o_proj.weight", "down_proj.weight")))
     if ranks > 1:
-        joined = {"phi3": {"qkv_proj": (128, 64, 64), "gate_up_proj": (96, 96)}}.get(
-            family, {"q_proj": (128,)}
-        )
-        for name, kinds in joined.items():
-            cut = cuts[
-                f"model.layers.0.self_attn.{name}.weight"
-                if "q" in name
-                else f"model.layers.0.mlp.{name}.weight"
-            ]
+        for name, kinds in KINDS[family].items():
             begins = [
                 sum(kinds[:n]) + rank * kind // ranks
                 for n, kind in enumerate(kinds)
                 for rank in range(ranks)
             ]
-            assert [start for start, _ in cut.runs] == begins
+            assert [start for start, _ in cuts[f"model.layers.0.{name}.weight"].runs] == begins
     monkeypatch.undo()
     kept = [name for source in sources for name in source.cuts(ranks)]
     assert all(tensors[name].nbytes >= engine_shards.SMALL for name in kept)

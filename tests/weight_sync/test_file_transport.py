@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from versions import checked, write_chain
 
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
@@ -44,13 +45,6 @@ def write(directory: Path, bucket_bytes: int = 64) -> Path:
 
 def read(directory: Path, writers: int = 1, current: int = 6) -> Staged:
     return checked(stage(directory, 7, writers, EXPECTED, current))
-
-
-def checked(staged: Staged) -> Staged:
-    """After all of it was read once."""
-    for name in staged.tensors:
-        staged.tensors[name]
-    return staged
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -89,12 +83,6 @@ def test_several_writers_make_one_version(tmp_path: Path) -> None:
     written_by(1, items[1:])
     with pytest.raises(WeightSyncError, match=f"duplicate tensor {VICTIM}"):
         read(tmp_path, writers=2)
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +155,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def staged_patch(directory: Path) -> Staged:
     """Version 7, most of which is a patch of version 6."""
-    sent = Sent()
     big = torch.arange(4096, dtype=torch.int32).view(torch.int8).reshape(64, 256)
-    for version, first in ((6, 3), (7, 5)):
-        big[0, 0] = first
-        base = 6 if version == 7 else None
-        transport.write_version(
-            directory, version, [("big", big)], format="int8", sent=sent, base=base
-        )
+    versions = [{"big": big.index_fill(0, torch.tensor(0), first)} for first in (3, 5)]
+    write_chain(directory, versions, first=6, sent=Sent())
     return checked(stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5))
 
 

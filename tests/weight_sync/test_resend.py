@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from push_rank import SHARD, Receiver, Weights, sync_of
+from versions import flip
 
 from megatron_rl.config.schema import Format
 from megatron_rl.quantization.formats import BY_FORMAT
@@ -22,10 +23,8 @@ from megatron_rl.weight_sync.push import WeightSync
 Damage = Callable[[Path], Any]
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+def flip_the_middle(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
 
 
 def the(pattern: str, damage: Damage) -> Damage:
@@ -33,9 +32,9 @@ def the(pattern: str, damage: Damage) -> Damage:
 
 
 DAMAGES: dict[str, Damage] = {
-    "a bit of a bucket flips": the("*.bin", flip),
+    "a bit of a bucket flips": the("*.bin", flip_the_middle),
     "a bucket is lost": the("*.bin", Path.unlink),
-    "a bit of the manifest flips": the("*.json", flip),
+    "a bit of the manifest flips": the("*.json", flip_the_middle),
     "the manifest is lost": the("*.json", Path.unlink),
     "the whole version is lost": shutil.rmtree,
 }
