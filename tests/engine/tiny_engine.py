@@ -150,18 +150,21 @@ class TinyModel:
         return quantized_whole(self.weights(seed), format)
 
 
-def make_model(folder: Path, tied: bool) -> TinyModel:
+def make_model(folder: Path, tied: bool, **changes: Any) -> TinyModel:
     """About 0.4M parameters; a vocabulary that is no multiple of anything, so that
     padding takes part.
     """
+    sizes: dict[str, Any] = {
+        "vocab_size": 101,
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     hf = Qwen3Config(
-        vocab_size=101,
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **sizes | changes,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         bos_token_id=None,

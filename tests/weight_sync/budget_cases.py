@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from outliers import with_outliers
 from safetensors.torch import load_file, save_file
-from tiny_engine import TinyModel, make_config, make_live, startable
-from transformers import Qwen3Config
+from tiny_engine import TinyModel, make_config, make_live, make_model, startable
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
@@ -49,33 +48,24 @@ KERNELS = "kernels_not_rebuilt"
 
 
 @dataclass(frozen=True)
-class Faulty(TinyModel):
-    """A model with one wrong tensor."""
+class Stored(TinyModel):
+    """A stored model, of which one tensor may be wrong."""
 
     victim: str = ""
     change: str = ""
 
-    def right(self, seed: int) -> dict[str, torch.Tensor]:
-        return super().weights(seed)
-
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        right = self.right(seed)
-        return {
-            name: CHANGES[self.change](one) if name == self.victim else one
-            for name, one in right.items()
-        }
-
-
-class Outlying(Faulty):
-    """A stored model, of which one tensor may be wrong."""
-
-    def right(self, seed: int) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "model.safetensors")
+        weights = load_file(self.folder / "model.safetensors")
+        if self.victim:
+            weights[self.victim] = CHANGES[self.change](weights[self.victim])
+        return weights
 
 
 def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
     """Make a model of that width, with weights as large as trained ones."""
-    hf = Qwen3Config(
+    return make_model(
+        folder,
+        tied=True,
         vocab_size=1000,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -83,69 +73,55 @@ def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
         head_dim=64,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 128,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        architectures=["Qwen3ForCausalLM"],
     )
-    hf.save_pretrained(folder)
-    model = TinyModel(folder, hf)
-    named = {
-        name: one.bfloat16() for name, one in model.untrained.items() if name != "lm_head.weight"
-    }
-    save_file(named, folder / "model.safetensors", {"format": "pt"})
-    return model
 
 
 class Case:
     def __init__(self, folder: Path, format: Format, size: tuple[int, int] | None = None) -> None:
         folder.mkdir()
         self.live = make_live(folder, format, tied=True)
+        model = self.live.model
+        weights = model.weights(SEED)
         if size:
-            self.live.model = make_random(folder / "hf", *size)
-        self.right = self.live.model
+            model = self.live.model = make_random(folder / "hf", *size)
+            weights = {name: model.untrained[name].bfloat16() for name in model.weights(SEED)}
+        self.folder = model.folder
+        self.hf = model.hf
         with startable():
             self.live.sampler.start()
-        if not size:
-            save_file(
-                self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"}
-            )
+        save_file(weights, self.folder / "model.safetensors", {"format": "pt"})
 
     @contextmanager
     def learner(self, folder: Path | None = None, **section: Any) -> Iterator[Learner]:
-        folder = folder or self.right.folder
+        folder = folder or self.folder
         config = make_config(self.live.format)
-        section = LearnerSection(**section)
-        with closing(
-            Learner(Model.read(folder, section), Sections.of(replace(config, learner=section)))
-        ) as learner:
+        learner = LearnerSection(**section)
+        sections = Sections.of(replace(config, learner=learner))
+        with closing(Learner(Model.read(folder, learner), sections)) as learner:
             learner.load_hf(folder)
             yield learner
 
     def answers(self) -> dict[str, Batch]:
         """Answers of the right engine, and with each fault."""
-        found = {RIGHT: self._answers(self.right)}
+        right = Stored(self.folder, self.hf)
+        found = {RIGHT: self._answers(right)}
         changes = cycle(CHANGES)
-        for layer in range(self.right.hf.num_hidden_layers):
+        for layer in range(self.hf.num_hidden_layers):
             for module, change in zip(LINEAR, changes, strict=False):
                 victim = f"model.layers.{layer}.{module}.weight"
-                wrong = Faulty(self.right.folder, self.right.hf, victim, change)
-                found[f"layers.{layer}.{module} {change}"] = self._answers(wrong)
+                found[victim] = self._answers(Stored(self.folder, self.hf, victim, change))
         if self.live.format == Format.int8:
+            self.live.model = TinyModel(self.folder, self.hf)
             self.live.update(SEED + 1)
-            found[KERNELS] = self._answers(self.right, KERNELS)
+            found[KERNELS] = self._answers(right, KERNELS)
         return found
 
     def outlying(self, factor: int) -> tuple[Path, dict[str, Batch]]:
         """Answers of the model with outliers, right and with one wrong matrix in three places."""
-        folder = self.right.folder.with_name(f"outliers_{factor}")
-        layers = self.right.hf.num_hidden_layers
-        with_outliers(
-            self.right.folder, folder, factor, 2 if self.right.hf.hidden_size == 256 else 4
-        )
-        found = {RIGHT: self._answers(Outlying(folder, self.right.hf))}
+        folder = self.folder.with_name(f"outliers_{factor}")
+        layers = self.hf.num_hidden_layers
+        with_outliers(self.folder, folder, factor, 2 if self.hf.hidden_size == 256 else 4)
+        found = {RIGHT: self._answers(Stored(folder, self.hf))}
         victims = zip(
             (0, layers // 2, layers - 1),
             ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"),
@@ -153,7 +129,7 @@ class Case:
         )
         for (layer, module), change in zip(victims, cycle(CHANGES), strict=False):
             victim = f"model.layers.{layer}.{module}.weight"
-            found[victim] = self._answers(Outlying(folder, self.right.hf, victim, change))
+            found[victim] = self._answers(Stored(folder, self.hf, victim, change))
         return folder, found
 
     def _answers(self, model: TinyModel, fault: str | None = None) -> Batch:
