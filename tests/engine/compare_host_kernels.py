@@ -166,7 +166,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def main() -> None:
-    torch.manual_seed(1)  # with others an output may be rounded apart: bias and scale in one step
+    torch.manual_seed(1)  # others: an output with a bias, by torch's products, may be rounded apart
     torch.set_default_dtype(torch.bfloat16)
     weight_OI = torch.randn(320, 192) * torch.logspace(-3, 1, 320).unsqueeze(1)
     inputs = [torch.randn(m, 192) * torch.logspace(-2, 2, m).unsqueeze(1) for m in (1, 3, 40)]

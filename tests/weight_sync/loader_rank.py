@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulated import hf_config, quantized_whole, random_hf, run_sources
+from simulated import assert_same_bits, hf_config, quantized_whole, random_hf, run_sources
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -57,29 +57,25 @@ EXPERTS = {
 
 
 def model_config(case: dict[str, Any]) -> dict[str, Any]:
-    rope = {
+    family = case["family"]
+    changes = {
+        "architectures": [ARCHITECTURES[family]],
+        "tie_word_embeddings": case["tied"],
+        "num_hidden_layers": 2,
         "max_position_embeddings": 64,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
     }
-    blocks = (
-        {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
-        if case["format"] == "fp8_block"
-        else {}
-    )
-    heads = {name: case[name] for name in ("num_key_value_heads",) if name in case}
-    shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks, **heads}
-    if case["family"] == "qwen2":
-        shape["head_dim"] = 8  # vLLM does not read it for this family, but divides
-    if case["family"] in EXPERTS:
-        shape |= {
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return hf_config(case["family"], **shape, **rope, architectures=[ARCHITECTURES[case["family"]]])
+    if case["format"] == "fp8_block":
+        changes |= {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
+    if "num_key_value_heads" in case:
+        changes["num_key_value_heads"] = case["num_key_value_heads"]
+    if family == "qwen2":
+        changes["head_dim"] = 8  # vLLM does not read it for this family, but divides
+    if family in EXPERTS:
+        changes |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return hf_config(family, **changes)
 
 
 def share(
@@ -91,28 +87,24 @@ def share(
     *parents, module, suffix = name.split(".")
     if suffix.startswith(("w13_", "w2_")):
         return experts_share(whole, name, rank)
+    if module in JOINED and name in whole:  # in the checkpoint, too: each kind has its own shares
+        kinds = JOINED[module]
+        full = whole[name]
+        rows = [len(full) * part // sum(kinds) for part in kinds]
+        return torch.cat([kind.chunk(RANKS)[rank] for kind in full.split(rows)])
     parts = []
-    joined = JOINED.get(module) if ".".join([*parents, module, suffix]) in whole else None
-    for each in (module,) if joined else FUSED.get(module, (module,)):
+    for each in FUSED.get(module, (module,)):
         full = whole[".".join([*parents, each, suffix])]
-        if joined:  # in the checkpoint, too: each kind has its own shares
-            kinds = full.split([len(full) * part // sum(joined) for part in joined])
-            parts += [kind.chunk(RANKS)[rank] for kind in kinds]
-            continue
-        if (
+        if module in ("embed_tokens", "lm_head"):  # padded to a multiple of 64 rows per model
+            full = torch.cat([full, full.new_zeros(-len(full) % 64, full.shape[1])])
+        alike = (
             "norm" in module
             or module == "gate"
             or (copied and each in ("k_proj", "v_proj"))
             or (module in PER_COLUMN and suffix == "weight_scale" and full.shape[1] == 1)
-        ):
-            parts.append(full)
-            continue
-        if module in ("embed_tokens", "lm_head"):  # padded to a multiple of 64 rows per model
-            full = torch.cat(
-                [full, full.new_zeros(-len(full) % 64 if len(full) % 64 else 0, full.shape[1])]
-            )
+        )
         dim = 1 if module in PER_COLUMN else 0
-        parts.append(full.chunk(RANKS, dim)[rank])
+        parts.append(full if alike else full.chunk(RANKS, dim)[rank])
     return torch.cat(parts)
 
 
@@ -121,15 +113,12 @@ def experts_share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch
     kind, _, suffix = rest.rpartition(".")[2].partition("_")
     family = "mixtral" if "block_sparse_moe" in name else "qwen3_moe"
     experts = []
-    while (
-        parts := [
-            f"{stem}.experts.{len(experts)}.{each}.{suffix}" for each in EXPERTS[family][kind]
-        ]
-    )[0] in whole:
-        cut = [whole[part] for part in parts]
+    while f"{stem}.experts.{len(experts)}.{EXPERTS[family][kind][0]}.{suffix}" in whole:
+        prefix = f"{stem}.experts.{len(experts)}"
+        parts = [whole[f"{prefix}.{each}.{suffix}"] for each in EXPERTS[family][kind]]
         if kind == "w13" or suffix == "weight":
-            cut = [full.chunk(RANKS, 1 if kind == "w2" else 0)[rank] for full in cut]
-        experts.append(torch.cat(cut))
+            parts = [full.chunk(RANKS, 1 if kind == "w2" else 0)[rank] for full in parts]
+        experts.append(torch.cat(parts))
     return torch.stack(experts)
 
 
@@ -142,11 +131,14 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     engine = write_engine_folder(folder, folder / "engine", QuantizationSection(format=format))
     arguments = EngineArgs(
-        str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64
+        str(engine),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
     )
-    arguments.tensor_parallel_size = RANKS
-    arguments.distributed_executor_backend = "mp"
-    arguments.enforce_eager = True
     vllm_config = arguments.create_engine_config()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.bfloat16):
         join(rank, folder)
@@ -171,14 +163,10 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     }
     for name, parameter in parameters.items():
         want = share(whole, name, rank, copied=case.get("num_key_value_heads") == 1)
-        same = parameter.shape == want.shape and parameter.dtype == want.dtype
-        if not same or not torch.equal(
-            parameter.data.view(torch.uint8), want.contiguous().view(torch.uint8)
-        ):
-            wrong.append(
-                f"{name}: {tuple(parameter.shape)} {parameter.dtype}, wanted {tuple(want.shape)} "
-                f"{want.dtype}"
-            )
+        try:
+            assert_same_bits([(name, parameter.data)], {name: want})
+        except AssertionError as error:
+            wrong.append(str(error))
     return {"wrong": wrong, "compared": len(parameters), "read": read.nbytes, "of": whole_bytes}
 
 
