@@ -35,12 +35,15 @@ from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, Smoothing, scal
 from megatron_rl.weight_sync.source import ShardSource
 
 ALPHA = 0.5
-# what reads the outputs of the two norms, by Hugging Face name
-READERS = {
-    "input_layernorm": r"self_attn\.(q|k|v|qkv)_proj",
-    "post_attention_layernorm": r"mlp\.(gate|up|gate_up)_proj|experts\.\d+\.(gate_proj|up_proj|w1|w3)",
-}
-ROUTER = r"mlp\.gate|block_sparse_moe\.gate"
+# for each norm: its name, what reads its outputs, and what reads them unquantized
+READERS = [
+    ("input_layernorm", r"self_attn\.(q|k|v|qkv)_proj", "none"),
+    (
+        "post_attention_layernorm",
+        r"mlp\.(gate|up|gate_up)_proj|experts\.\d+\.(gate_proj|up_proj|w1|w3)",
+        r"mlp\.gate|block_sparse_moe\.gate",
+    ),
+]
 
 
 def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
@@ -52,28 +55,27 @@ def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
     return amax_LNH
 
 
+def weights_of(hf: dict[str, torch.Tensor], layer: int, modules: str) -> list[str]:
+    pattern = rf"model\.layers\.{layer}\.(.*\.)?({modules})\.weight"
+    return [name for name in hf if re.fullmatch(pattern, name)]
+
+
 def smoothed_by_hand(
     hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """The original tensors, smoothed whole, without the mapping table."""
     out = dict(hf)
     for layer in range(len(amax_LNH)):
-        for norm, (norm_name, readers) in enumerate(READERS.items()):
-            stem = rf"model\.layers\.{layer}\."
-            read = [name for name in hf if re.fullmatch(rf"{stem}(.*\.)?({readers})\.weight", name)]
+        for norm, (norm_name, readers, routers) in enumerate(READERS):
+            read = weights_of(hf, layer, readers)
             weight_H = torch.cat([hf[name] for name in read]).abs().amax(0).float()
             wanted_H = amax_LNH[layer, norm] ** ALPHA / weight_H ** (1 - ALPHA)
             typical = wanted_H[wanted_H > 0].median()
             scale_H = torch.where(wanted_H > 0, 2.0 ** (wanted_H / typical).log2().trunc(), 1.0)
-            routers = [
-                name
-                for name in hf
-                if norm == 1 and re.fullmatch(rf"{stem}({ROUTER})\.weight", name)
-            ]
-            for name in read + routers:
+            for name in read + weights_of(hf, layer, routers):
                 out[name] = (hf[name] * scale_H).to(hf[name].dtype)
-            name = f"model.layers.{layer}.{norm_name}.weight"
-            out[name] = (hf[name] / scale_H).to(hf[name].dtype)
+            for name in weights_of(hf, layer, norm_name):
+                out[name] = (hf[name] / scale_H).to(hf[name].dtype)
     return out
 
 
@@ -81,17 +83,16 @@ def partly(
     amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout
 ) -> Callable[[Place, ThreadGroup], Smoothing]:
     """Every rank has seen its stage's layers, and only some channels at their largest."""
-    number = {place: index for index, place in enumerate(layout.places())}
+    places = list(layout.places())
+    ranks = layout.world // layout.pp
 
     def make(place: Place, world: ThreadGroup) -> Smoothing:
+        own_H = torch.arange(shape.hidden) % ranks == places.index(place) % ranks
+        seen_LNH = torch.where(own_H, amax_LNH, amax_LNH / 2)
         mine_LNH = torch.zeros_like(amax_LNH)
         for chunk in range(layout.chunks):
             layers = layout.layers(shape.layers, place.pp, chunk)
-            mine_LNH[layers.start : layers.stop] = amax_LNH[layers.start : layers.stop] / 2
-        own = torch.arange(shape.hidden) % (layout.world // layout.pp) == number[place] % (
-            layout.world // layout.pp
-        )
-        mine_LNH[..., own] *= 2
+            mine_LNH[layers.start : layers.stop] = seen_LNH[layers.start : layers.stop]
         return Smoothing(shape, ALPHA, 1, world, mine_LNH.clone)
 
     return make
