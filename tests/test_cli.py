@@ -1,6 +1,4 @@
-"""The command line refuses what cannot run: by key, with the way out, before anything is started or
-written.
-"""
+"""Refusals of the command line: by key, with the way out, before anything starts."""
 
 import os
 from pathlib import Path
@@ -20,37 +18,26 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.init=pretrained", ["model.path", ".safetensors", "model.init=random"]),
-        (
-            "learner.tensor_parallel=3",
-            ["learner.tensor_parallel=3", "4 attention heads", "nearest valid"],
-        ),
-        (
-            "rollout.max_prompt_tokens=3",
-            ["rollout.max_prompt_tokens: 3", "longer", "data.long_prompts=drop"],
-        ),
-        ("quantization.format=fp8_block", ["quantization.format", "no CPU kernel", "fp8"]),
-        ("run.device=cuda", ["run.device", "cuda", "cpu or auto"]),
-        (
-            "learner.megatron.num_moe_expert=2",
-            ["learner.megatron.num_moe_expert", "num_moe_experts"],
-        ),
-        ("learner.megatron.fp8=hybrid", ["learner.megatron.fp8", "GPU", "leave it out"]),
-        ("loss.name=ppo", ["loss.name", "rollout.source=dataset"]),
-        ("optim.decay=step", ["optim.decay", "step", "cosine"]),
-        ("data.answer_key=anwser", ["data.answer_key", "anwser", "answer"]),
-        ("rollout.top_p=0.9", ["rollout.top_p: 0.9", "set rollout.top_k"]),
-        ("sampler.vllm.logprobs_mode=raw_logprobs", ["sampler.vllm.logprobs_mode", "remove it"]),
-        ("log.wandb=online", ["log.wandb"]),
+        ("model.init=pretrained", "model.path model.init=random"),
+        ("rollout.max_prompt_tokens=3", "rollout.max_prompt_tokens data.long_prompts=drop"),
+        ("quantization.format=fp8_block", "quantization.format fp8"),
+        ("run.device=cuda", "run.device cpu or auto"),
+        ("learner.megatron.num_moe_expert=2", "learner.megatron.num_moe_expert num_moe_experts"),
+        ("learner.megatron.fp8=hybrid", "learner.megatron.fp8 leave it out"),
+        ("loss.name=ppo", "loss.name rollout.source=dataset"),
+        ("data.answer_key=anwser", "data.answer_key answer"),
+        ("rollout.top_p=0.9", "rollout.top_p rollout.top_k"),
+        ("sampler.vllm.logprobs_mode=raw_logprobs", "sampler.vllm.logprobs_mode remove it"),
+        ("log.wandb=online", "log.wandb WANDB_API_KEY"),
     ],
 )
 def test_bad_input_is_refused(
-    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch, override: str, words: list[str]
+    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(place))  # no key of a real user
     said = command.refused(override, dry=False)
-    assert all(word in said for word in words), said
+    assert all(word in said for word in words.split()), said
     assert not (place / "runs").exists()
 
 
@@ -63,7 +50,7 @@ def test_a_used_run_directory_is_refused_with_the_ways_out(place: Path, command:
     assert all(word in said for word in ways)
     # a dry run needs no directory
     (note,) = [line for line in command.dry_run().splitlines() if line.startswith("note:")]
-    assert all(word in note for word in ("a run would be refused", *ways))
+    assert all(word in note for word in ways)
     assert (used / "metrics.jsonl").read_text() == '{"progress/step": 0}\n'
 
 
@@ -83,15 +70,11 @@ def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, command: Comman
 
 
 def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None:
-    for path in [
-        path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()
-    ]:
+    grids = [path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()]
+    for path in grids:
         for words in (["train", path], ["train", path, "--dry-run"], ["plan", path]):
             (line,) = command(*words, status=2).splitlines()
-            assert line.endswith(
-                "`axes` make it a grid of runs, started by python tools/compare_corrections.py "
-                f"{path}"
-            )
+            assert line.endswith(f"python tools/compare_corrections.py {path}")
 
 
 @pytest.mark.parametrize(
@@ -175,10 +158,9 @@ def test_a_reward_is_checked_with_what_it_will_see(
     ("words", "said"),
     [
         ("train mine.yaml --explain=", "'': no key"),
-        ("plan mine.yaml --precision --link-gbs 0", "--link-gbs 0: expected GB/s above 0"),
-        ("plan mine.yaml --precision --replicas -5", "--replicas -5: expected 1"),
-        ("toy pipe", "pipe/train.jsonl: no regular file"),
-        ("toy tokens", "tokens/model/tokenizer.json: a link, a pipe or a device is there"),
+        ("plan mine.yaml --precision --replicas -5", "--replicas -5"),
+        ("toy pipe", "pipe/train.jsonl"),
+        ("toy tokens", "tokens/model/tokenizer.json"),
     ],
 )
 def test_odd_words_are_refused(command: Command, words: str, said: str) -> None:

@@ -1,6 +1,4 @@
-"""Output that is cut off, and output of what others have written: escape sequences are shown, not
-obeyed.
-"""
+"""Closed pipes and terminals; escape sequences in a run's files are printed as text."""
 
 import io
 import json
