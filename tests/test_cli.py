@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
     [
         ("model.init=pretrained", "model.path model.init=random"),
         ("rollout.max_prompt_tokens=3", "rollout.max_prompt_tokens data.long_prompts=drop"),
-        ("quantization.format=fp8_block", "quantization.format fp8"),
+        ("quantization.format=fp8_block", "quantization.format CPU"),
         ("run.device=cuda", "run.device cpu or auto"),
         ("learner.megatron.num_moe_expert=2", "learner.megatron.num_moe_expert num_moe_experts"),
         ("learner.megatron.fp8=hybrid", "learner.megatron.fp8 leave it out"),

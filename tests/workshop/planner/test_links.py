@@ -77,8 +77,8 @@ def test_links_by_hand() -> None:
         vocab_size=64,
     )
     shape = ModelShape.from_hf(config)
-    layout = Layout(tp=2, dp=3)
-    plan = plan_sync(Model(shape, layout, {}), Format.int8)
+    model = Model(shape, Layout(tp=2, dp=3), {})
+    plan = plan_sync(model, Format.int8)
     queries = 64 * 64
     keys_and_values = 2 * 32 * 64
     output = 64 * 64
@@ -100,7 +100,7 @@ def test_links_by_hand() -> None:
     of_four = plan_sync(Model(shape, Layout(tp=4), {}), Format.int8)
     end = 3 * crossing // 2
     assert one(of_four, SamplerLayout(), "learner: gather") == (3, end, end)
-    bound = lower_bound(plan, Model(shape, layout, {}), engines)
+    bound = lower_bound(plan, model, engines)
     assert bound.out == whole // 6
     assert bound.into == crossing + 4 * row_rows + norms
     assert bound.total == 10 * bound.into
@@ -113,12 +113,11 @@ def test_links_by_hand() -> None:
 def test_the_bound_knows_who_holds_what() -> None:
     """A stage's weights leave its own ranks only; excess ranks hold copies of key-value heads."""
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
-    layout = Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1)
-    plan = plan_sync(Model(shape, layout, {}), Format.none)
+    model = Model(shape, Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1), {})
+    plan = plan_sync(model, Format.none)
     last = sum(one.tensor.nbytes for one in plan.transfers if one.stage == 1)
     assert last > plan.nbytes / 2
-    assert lower_bound(plan, Model(shape, layout, {}), SamplerLayout()).out == last // 4
-    model = Model(shape, layout, {})
+    assert lower_bound(plan, model, SamplerLayout()).out == last // 4
     at_4 = lower_bound(plan, model, SamplerLayout(4)).into
     at_8 = lower_bound(plan, model, SamplerLayout(8)).into
     shared = plan.split_bytes + plan.key_value_bytes
@@ -131,9 +130,9 @@ def test_the_bound_knows_who_holds_what() -> None:
 @pytest.mark.parametrize("sampler", [SamplerLayout(), SamplerLayout(2, 3)])
 def test_what_is_built_is_above_the_bound(sampler: SamplerLayout, format: Format) -> None:
     shape = ModelShape.from_hf(hf_config("mixtral"))
-    layout = Layout(tp=2, pp=2, ep=2, dp=2)
-    plan = plan_sync(Model(shape, layout, {}), format)
-    bound = lower_bound(plan, Model(shape, layout, {}), sampler)
+    model = Model(shape, Layout(tp=2, pp=2, ep=2, dp=2), {})
+    plan = plan_sync(model, format)
+    bound = lower_bound(plan, model, sampler)
     assert bound.total <= plan.nbytes * sampler.world
     _, _, built = one(plan, sampler, "learner -> sampler")
     assert bound.busiest <= built

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ WRONG = (
     "sampler.tensor_parallel=3",
     "loss.clip_high=-1",
     "optim.lr=0",
+    "reward.name=nowhere:nothing",
 )
 
 
@@ -85,16 +84,6 @@ def test_a_checkpoint_s_pinned_memory_is_what_torch_rounds_it_up_to(
     assert "sync, in shared memory" in plan["host"].keys() - slept.keys()
 
 
-def test_what_is_split_shrinks(capsys: pytest.CaptureFixture[str]) -> None:
-    tp = "learner.tensor_parallel=2"
-    # one replica alone is too much
-    alone = memory(planned(capsys, tp, "learner.data_parallel=1", status=2), "learner")
-    two = memory(planned(capsys, tp, "learner.data_parallel=2"), "learner")
-    for part, share in (("weights", 1), ("gradients", 1), ("masters, moments", 0.5)):
-        before = alone["phases"]["save"][part]
-        assert two["phases"]["save"][part] == pytest.approx(share * before, rel=0.01)
-
-
 def test_recomputing_takes_less_memory_and_more_time(capsys: pytest.CaptureFixture[str]) -> None:
     packs = "learner.tokens_per_microbatch=24000"
     less = planned(capsys, packs)
@@ -111,33 +100,12 @@ def test_a_cache_that_holds_no_answer_is_refused(command: Command) -> None:
     assert "sampler.vllm.gpu_memory_utilization: " in said
 
 
-def test_five_mistakes_in_one_message(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl.cli",
-        "plan",
-        DAPO,
-        *NODE,
-        *WRONG,
-        "reward.name=nowhere:nothing",
-    ]
-    env = {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=env
-    )
-    assert result.returncode == 2
-    for key in (
-        "learner.tensor_parallel",
-        "sampler.tensor_parallel",
-        "loss.clip_high",
-        "optim.lr",
-        "reward.name",
-    ):
-        assert f"error: {key}" in result.stderr, result.stderr
-    assert "nearest valid" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_five_mistakes_in_one_message(empty: Path, command: Command) -> None:
+    said = command("plan", DAPO, *NODE, *WRONG, status=2)
+    for override in WRONG:
+        assert f"error: {override.partition('=')[0]}" in said
+    assert "nearest valid" in said
+    assert list(empty.iterdir()) == []
 
 
 def test_the_sbatch_line(command: Command) -> None:
@@ -242,12 +210,3 @@ def test_open_sessions_beyond_the_cache_are_noted(command: Command) -> None:
     assert fitting() == []
     (sessions,) = fitting("environment.sessions=2048")
     assert fitting(f"environment.sessions={sessions}") == []
-
-
-def test_edits_are_in_the_plan(command: Command) -> None:
-    said = command("plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy")
-    rows = dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
-    assert rows["loss"].startswith("name=ppo clip_low=0.0003 clip_high=0.28")
-    assert "best=eval/accuracy" in rows["kept"]
-    assert rows["changed"].startswith("loss.clip_low 0.0003")
-    assert "loss.clip_low=0.0003" in rows["note"]
