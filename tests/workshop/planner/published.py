@@ -1,6 +1,6 @@
-"""Configurations of megatron-core learners that others have published, with what became of them.
+"""Published configurations of megatron-core learners, with their results.
 
-Taken as they are given; where something is not said it is as megatron-core has it. Context-parallel
+Taken as they are given; what is not given has megatron-core's default. Context-parallel
 ranks share what data-parallel ranks do, and a sequence: they stand here as data-parallel ranks on a
 part of the sequence.
 """
@@ -17,15 +17,21 @@ from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.plan import Plan, plan
 
-SWIFT = "github.com/modelscope/ms-swift at 3602360, examples/megatron/"
-NEMO_RL = (
-    "github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md (v0.4) and "
-    "examples/configs/recipes/llm/performance/"
-)
-VERL = "github.com/ISEEKYAN/verl_megatron_practice, grpo_qwen2.5_7b.csv, number "
-BRIDGE = "github.com/NVIDIA-NeMo/Megatron-Bridge, skills/perf-memory-tuning/SKILL.md and pull request 3107"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SP = {"sequence_parallel": True}
+ETP1 = {"expert_tensor_parallel_size": 1}
+INTERLEAVED = {
+    **SP,
+    "virtual_pipeline_model_parallel_size": 5,
+    "bias_activation_fusion": True,
+}
+OF_235B = {
+    **FULL,
+    **SP,
+    **ETP1,
+    "num_layers_in_first_pipeline_stage": 11,
+    "num_layers_in_last_pipeline_stage": 11,
+}
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -52,7 +58,6 @@ OTHERS = {"Llama-2-7B": LLAMA_2_7B, "Qwen2.5-14B": QWEN2_5_14B}
 
 @dataclass(frozen=True)
 class Published:
-    source: str
     model: str
     machine: str
     learner: dict[str, Any]
@@ -110,19 +115,33 @@ def ranks(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> dict[str, Any]:
     }
 
 
+def llama_70b(tp: int, pp: int, gib: float, dp: int = 1) -> Published:
+    """NVIDIA-NeMo/Megatron-Bridge, skills/perf-memory-tuning/SKILL.md and pull request 3107."""
+    layout = ranks(tp=tp, pp=pp, dp=dp)
+    return Published("Llama-3.1-70B", "4x8xH100", layout, 4096, 32, gib=gib, megatron=INTERLEAVED)
+
+
+def qwen_7b(tp: int, engine: float, tokens: int = 10240, **more: Any) -> Published:
+    """ISEEKYAN/verl_megatron_practice, grpo_qwen2.5_7b.csv: an engine on the learner's GPUs."""
+    return Published(
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=tp, dp=8 // tp),
+        tokens,
+        512,
+        engine=engine,
+        reference=True,
+        megatron={**SP, **more},
+    )
+
+
 RAN = {
+    # modelscope/ms-swift at 3602360, examples/megatron/: moe/qwen3_moe.sh
     "Qwen3-30B-A3B, PP2 EP8": Published(
-        SWIFT + "moe/qwen3_moe.sh",
-        "Qwen3-30B-A3B",
-        "2x8xA100",
-        ranks(pp=2, dp=8, ep=8),
-        8192,
-        16,
-        gib=60,
-        megatron=FULL,
+        "Qwen3-30B-A3B", "2x8xA100", ranks(pp=2, dp=8, ep=8), 8192, 16, gib=60, megatron=FULL
     ),
+    # mcore_bridge/full/moe.sh
     "Qwen3-30B-A3B, TP4 PP2 EP4": Published(
-        SWIFT + "mcore_bridge/full/moe.sh",
         "Qwen3-30B-A3B",
         "1x8xA100",
         ranks(tp=4, pp=2, ep=4),
@@ -132,12 +151,12 @@ RAN = {
         megatron={
             **FULL,
             **SP,
-            "expert_tensor_parallel_size": 1,
+            **ETP1,
             "num_layers_in_first_pipeline_stage": 25,
         },
     ),
+    # base_to_chat.sh
     "Qwen2.5-14B, TP4": Published(
-        SWIFT + "base_to_chat.sh",
         "Qwen2.5-14B",
         "1x8xA100",
         ranks(tp=4, dp=2),
@@ -146,145 +165,30 @@ RAN = {
         gib=65,
         megatron={**SP, "recompute_granularity": "selective", "bias_activation_fusion": True},
     ),
+    # dense/qwen3_32b.sh
     "Qwen3-32B, TP8": Published(
-        SWIFT + "dense/qwen3_32b.sh",
-        "Qwen3-32B",
-        "1x8xA100",
-        ranks(tp=8),
-        8192,
-        16,
-        gib=80,
-        megatron={**FULL, **SP},
+        "Qwen3-32B", "1x8xA100", ranks(tp=8), 8192, 16, gib=80, megatron={**FULL, **SP}
     ),
-    "Llama-3-70B, TP4 PP4": Published(
-        BRIDGE,
-        "Llama-3.1-70B",
-        "4x8xH100",
-        ranks(tp=4, pp=4, dp=2),
-        4096,
-        32,
-        gib=58.8,
-        megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
-    ),
-    "Llama-3-70B, TP4 PP8": Published(
-        BRIDGE,
-        "Llama-3.1-70B",
-        "4x8xH100",
-        ranks(tp=4, pp=8),
-        4096,
-        32,
-        gib=53.2,
-        megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
-    ),
-    "Llama-3-70B, TP8 PP4": Published(
-        BRIDGE,
-        "Llama-3.1-70B",
-        "4x8xH100",
-        ranks(tp=8, pp=4),
-        4096,
-        32,
-        gib=50.2,
-        megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
-    ),
-    "Llama-3.1-8B, PP2": Published(
-        NEMO_RL + "grpo-llama3.1-8b-instruct-2n8g.yaml",
-        "Llama-3.1-8B",
-        "2x8xH100",
-        ranks(pp=2, dp=8),
-        4096,
-        512,
-        megatron=FULL,
-    ),
-    "Qwen3-32B, TP4 PP4": Published(
-        NEMO_RL + "grpo-qwen3-32b-4n8g.yaml",
-        "Qwen3-32B",
-        "4x8xH100",
-        ranks(tp=4, pp=4, dp=2),
-        4096,
-        512,
-        megatron=SP,
-    ),
-    "Qwen3-30B-A3B, EP8": Published(
-        NEMO_RL + "grpo-qwen3-30ba3b-4n8g.yaml",
-        "Qwen3-30B-A3B",
-        "4x8xH100",
-        ranks(dp=32, ep=8),
-        4096,
-        512,
-    ),
+    "Llama-3-70B, TP4 PP4": llama_70b(4, 4, gib=58.8, dp=2),
+    "Llama-3-70B, TP4 PP8": llama_70b(4, 8, gib=53.2),
+    "Llama-3-70B, TP8 PP4": llama_70b(8, 4, gib=50.2),
+    # NVIDIA-NeMo/RL, docs/about/performance-summary.md (v0.4)
+    "Qwen3-30B-A3B, EP8": Published("Qwen3-30B-A3B", "4x8xH100", ranks(dp=32, ep=8), 4096, 512),
     "Qwen3-235B-A22B, TP2 CP2 PP8 EP16": Published(
-        NEMO_RL + "grpo-qwen3-235b-16n8g.yaml",
         "Qwen3-235B-A22B",
         "16x8xH100",
         ranks(tp=2, pp=8, dp=8, ep=16),
         8192 // 2,
         512,
-        megatron={
-            **FULL,
-            **SP,
-            "expert_tensor_parallel_size": 1,
-            "num_layers_in_first_pipeline_stage": 11,
-            "num_layers_in_last_pipeline_stage": 11,
-        },
+        megatron=OF_235B,
     ),
-    "Qwen2.5-7B, TP4, an engine beside it": Published(
-        VERL + "2",
-        "Qwen2.5-7B",
-        "1x8xH100",
-        ranks(tp=4, dp=2),
-        10240,
-        512,
-        engine=0.6,
-        reference=True,
-        megatron=SP,
-    ),
+    "Qwen2.5-7B, TP4, an engine beside it": qwen_7b(4, engine=0.6),
 }
 DIED = {
-    "Llama-2-7B, TP1": Published(
-        "github.com/NVIDIA/Megatron-LM, issue 606", "Llama-2-7B", "1x8xA100-40", ranks(dp=8), 64, 8
-    ),
-    "Qwen2.5-7B, TP2 CP2, an engine with 0.8": Published(
-        VERL + "4",
-        "Qwen2.5-7B",
-        "1x8xH100",
-        ranks(tp=2, dp=4),
-        10240 // 2,
-        512,
-        engine=0.8,
-        reference=True,
-        megatron=SP,
-    ),
-    "Qwen2.5-7B, TP2 CP2, an engine with 0.5": Published(
-        VERL + "5",
-        "Qwen2.5-7B",
-        "1x8xH100",
-        ranks(tp=2, dp=4),
-        10240 // 2,
-        512,
-        engine=0.5,
-        reference=True,
-        megatron=SP,
-    ),
-    "Qwen2.5-7B, TP2, an engine with 0.6": Published(
-        VERL + "10",
-        "Qwen2.5-7B",
-        "1x8xH100",
-        ranks(tp=2, dp=4),
-        10240,
-        512,
-        engine=0.6,
-        reference=True,
-        megatron=SP,
-    ),
-    "Qwen2.5-7B, TP2, recomputed, an engine with 0.6": Published(
-        VERL + "11",
-        "Qwen2.5-7B",
-        "1x8xH100",
-        ranks(tp=2, dp=4),
-        10240,
-        512,
-        engine=0.6,
-        reference=True,
-        megatron={**SP, **FULL},
-    ),
+    # NVIDIA/Megatron-LM, issue 606
+    "Llama-2-7B, TP1": Published("Llama-2-7B", "1x8xA100-40", ranks(dp=8), 64, 8),
+    "Qwen2.5-7B, TP2 CP2, an engine with 0.8": qwen_7b(2, engine=0.8, tokens=10240 // 2),
+    "Qwen2.5-7B, TP2 CP2, an engine with 0.5": qwen_7b(2, engine=0.5, tokens=10240 // 2),
+    "Qwen2.5-7B, TP2, an engine with 0.6": qwen_7b(2, engine=0.6),
+    "Qwen2.5-7B, TP2, recomputed, an engine with 0.6": qwen_7b(2, engine=0.6, **FULL),
 }

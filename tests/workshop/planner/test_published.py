@@ -1,6 +1,4 @@
-"""The plan against what others have published: what ran fits, what died does not, and what was
-slower is slower.
-"""
+"""The plan against published results: what ran fits, what died does not, slower is slower."""
 
 from __future__ import annotations
 
@@ -8,9 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import published
 import pytest
-from published import DIED, FULL, RAN, SP, ranks
+from published import DIED, ETP1, FULL, INTERLEAVED, OF_235B, RAN, SP, ranks
 
 from megatron_rl.config import from_mapping
 from megatron_rl.config.load import CONF
@@ -38,7 +35,6 @@ def test_what_died_does_not_fit(name: str) -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    source: str
     model: str
     machine: str
     learner: dict[str, Any]
@@ -95,32 +91,26 @@ def nemo(
     response: int,
     seconds: float,
 ) -> Timed:
-    sequences, updates = (512, 1) if "235B" in model else (2048, 4)
-    limit = 8192 if "235B" in model else 4096
+    """NVIDIA-NeMo/RL, docs/about/performance-summary.md (v0.4)."""
+    large = "235B" in model
     return Timed(
-        published.NEMO_RL,
         model,
         machine,
         learner,
-        sequences,
+        512 if large else 2048,
         response,
         seconds,
-        "step",
-        updates,
-        engines,
-        limit,
+        updates=1 if large else 4,
+        engines=engines,
+        limit=8192 if large else 4096,
     )
 
 
-def verl(machine: str, learner: dict[str, Any], seconds: float, part: str, engines: int) -> Timed:
-    source = "github.com/ISEEKYAN/verl_megatron_practice, dapo7b.csv"
-    section = {
-        **learner,
-        "tokens_per_microbatch": 20480,
-        "megatron": {**SP, **FULL} if learner["tensor_parallel"] > 1 else FULL,
-    }
+def verl(machine: str, learner: dict[str, Any], seconds: float, part: str = "step") -> Timed:
+    """ISEEKYAN/verl_megatron_practice, dapo7b.csv."""
+    section = {**learner, "tokens_per_microbatch": 20480, "megatron": {**SP, **FULL}}
+    engines = named(machine).gpus * named(machine).nodes
     return Timed(
-        source,
         "Qwen2.5-7B",
         machine,
         section,
@@ -128,46 +118,33 @@ def verl(machine: str, learner: dict[str, Any], seconds: float, part: str, engin
         1500,
         seconds,
         part,
-        16,
-        (engines, 1),
-        8192,
-        300,
+        updates=16,
+        engines=(engines, 1),
+        prompt=300,
     )
 
 
 def llama(pp: int, tp: int, dp: int, tflops: float) -> Timed:
-    """Seconds of an update out of the operations it was seen to do in one."""
-    section = {**ranks(tp=tp, pp=pp, dp=dp), "tokens_per_microbatch": 4096}
-    section["megatron"] = {
-        **SP,
-        "virtual_pipeline_model_parallel_size": 5,
-        "bias_activation_fusion": True,
+    """Seconds of an update from its measured speed, of the runs in published.llama_70b."""
+    section = {
+        **ranks(tp=tp, pp=pp, dp=dp),
+        "tokens_per_microbatch": 4096,
+        "megatron": INTERLEAVED,
     }
-    return Timed(
-        published.BRIDGE,
-        "Llama-3.1-70B",
-        "4x8xH100",
-        section,
-        32,
-        3896,
-        1e3 / tflops,
-        "update",
-        limit=3896,
-    )
+    seconds = 1e3 / tflops
+    return Timed("Llama-3.1-70B", "4x8xH100", section, 32, 3896, seconds, "update", limit=3896)
 
 
 def pai(tp: int, dp: int, seconds: float) -> Timed:
-    source = "github.com/alibaba/Pai-Megatron-Patch, issue 658"
-    megatron = {**FULL, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 3}
+    """alibaba/Pai-Megatron-Patch, issue 658: the two ends of its pipeline count as layers."""
+    megatron = {**FULL, **ETP1, "virtual_pipeline_model_parallel_size": 3}
     megatron |= SP if tp > 1 else {}
     section = {
         **ranks(tp=tp, pp=32, dp=dp, ep=8),
         "tokens_per_microbatch": 16384,
         "megatron": megatron,
     }
-    # the two ends of its pipeline count as layers
     return Timed(
-        source,
         "Qwen3-235B-A22B",
         "32x8xH100",
         section,
@@ -179,15 +156,6 @@ def pai(tp: int, dp: int, seconds: float) -> Timed:
         layers=96,
     )
 
-
-ETP1 = {"expert_tensor_parallel_size": 1}
-OF_235B = {
-    **FULL,
-    **SP,
-    **ETP1,
-    "num_layers_in_first_pipeline_stage": 11,
-    "num_layers_in_last_pipeline_stage": 11,
-}
 
 # each list from fast to slow
 ORDERED: dict[str, list[Timed]] = {
@@ -216,13 +184,13 @@ ORDERED: dict[str, list[Timed]] = {
         ),
     ],
     "GPUs": [
-        verl("4x8xH100", ranks(tp=4, dp=8), 175, "step", 32),
-        verl("2x8xH100", ranks(tp=4, dp=4), 249, "step", 16),
-        verl("1x8xH100", ranks(tp=4, dp=2), 401, "step", 8),
+        verl("4x8xH100", ranks(tp=4, dp=8), 175),
+        verl("2x8xH100", ranks(tp=4, dp=4), 249),
+        verl("1x8xH100", ranks(tp=4, dp=2), 401),
     ],
     "two stages of a pipeline": [
-        verl("1x8xH100", ranks(tp=4, dp=2), 167, "update", 8),
-        verl("1x8xH100", ranks(tp=4, pp=2), 185, "update", 8),
+        verl("1x8xH100", ranks(tp=4, dp=2), 167, "update"),
+        verl("1x8xH100", ranks(tp=4, pp=2), 185, "update"),
     ],
     "four ranks or eight for each matrix": [llama(4, 4, 2, 704), llama(4, 8, 1, 508.7)],
     "more stages or more ranks for each matrix": [llama(8, 4, 1, 668), llama(4, 8, 1, 508.7)],
