@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_factory import make_config, quiet
+from run_factory import quiet
 from wandb_files import records
 
 from megatron_rl.config import load, to_yaml
-from megatron_rl.config.schema import Level, LogSection, Wandb
+from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.runs.metrics_file import AREA, NUMBERS
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.wandb_log import ID, in_columns
@@ -57,11 +56,17 @@ def file_of(run: Path) -> Path:
     return file
 
 
+def record(run: Path) -> tuple[Any, dict[str, Any]]:
+    """A run's first record, and its configuration."""
+    first = next(iter(records(file_of(run), "run"))).run
+    return first, {item.key: json.loads(item.value_json) for item in first.config.update}
+
+
 def held(run: Path, kind: str) -> dict[str, Any]:
     """The last value of each key of the records of one kind."""
     found = {}
-    for record in records(file_of(run), kind):
-        of_kind = getattr(record, kind)
+    for one in records(file_of(run), kind):
+        of_kind = getattr(one, kind)
         for item in (*getattr(of_kind, "update", ()), *getattr(of_kind, "item", ())):
             found["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
     return found
@@ -70,11 +75,10 @@ def held(run: Path, kind: str) -> dict[str, Any]:
 def test_each_run_says_where_it_stands_in_the_group(group: tuple[Path, Comparison]) -> None:
     folder, _ = group
     run = folder / f"{GROUP}_tis"
-    (record,) = list(records(file_of(run), "run"))[:1]
-    assert record.run.run_group == GROUP
-    assert list(record.run.tags) == ["correction:tis"]
-    assert record.run.run_id == (run / ID).read_text().strip()
-    config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    first, config = record(run)
+    assert first.run_group == GROUP
+    assert list(first.tags) == ["correction:tis"]
+    assert first.run_id == (run / ID).read_text().strip()
     assert config["correction"]["preset"] == "tis"
     summary = held(run, "summary")
     assert summary[f"summary/{AREA}"] == pytest.approx(0.625)
@@ -85,35 +89,30 @@ def test_each_run_says_where_it_stands_in_the_group(group: tuple[Path, Compariso
 
 def test_a_correction_has_a_column_for_every_value(group: tuple[Path, Comparison]) -> None:
     folder, _ = group
-    (record,) = list(records(file_of(folder / f"{GROUP}_geo_mask"), "run"))[:1]
-    config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    _, config = record(folder / f"{GROUP}_geo_mask")
     assert config["correction"]["reject"]["1"]["low"] == 0.95
-    kept = replace(make_config(Level.none).correction, reject=[])
-    assert in_columns({"correction": {"reject": list(kept.reject)}, "run": {}}) == {
-        "correction": {"reject": {}},
-        "run": {},
-    }
+    empty = {"correction": {"reject": []}, "run": {}}
+    assert in_columns(empty) == {"correction": {"reject": {}}, "run": {}}
     assert in_columns({"run": {}}) == {"run": {}}
 
 
 def test_one_run_of_the_group_holds_the_tables_and_the_figure(
     group: tuple[Path, Comparison],
 ) -> None:
-    folder, comparison = group
+    folder, _ = group
     run = folder / f"{GROUP}_comparison"
-    (record,) = list(records(file_of(run), "run"))[:1]
-    assert (record.run.run_group, record.run.job_type) == (GROUP, "comparison")
+    first, _ = record(run)
+    assert (first.run_group, first.job_type) == (GROUP, "comparison")
     (history,) = list(records(file_of(run), "history"))
     kept: dict[str, dict[str, Any]] = {}
     for item in history.history.item:
         kept.setdefault(item.nested_key[0], {})[item.nested_key[-1]] = json.loads(item.value_json)
+    (files,) = run.glob("wandb/offline-run-*/files")
     tables = {
-        name: json.loads((folder_of(run) / kept[name]["path"]).read_text())
-        for name in ("runs", "cells")
+        name: json.loads((files / kept[name]["path"]).read_text()) for name in ("runs", "cells")
     }
-    rows = [
-        dict(zip(tables["runs"]["columns"], row, strict=True)) for row in tables["runs"]["data"]
-    ]
+    columns = tables["runs"]["columns"]
+    rows = [dict(zip(columns, row, strict=True)) for row in tables["runs"]["data"]]
     assert [row["run"] for row in rows] == [f"{GROUP}_tis", f"{GROUP}_geo_mask"]
     assert [row["correction"] for row in rows] == ["tis", "geo_mask"]
     assert [row["id"] for row in rows] == [
@@ -131,12 +130,6 @@ def test_one_run_of_the_group_holds_the_tables_and_the_figure(
     assert summary["recommendation"].startswith("No recommendation")
     assert summary[f"{AREA}/tis"] == pytest.approx(0.625)
     assert set(NUMBERS) >= {key.partition("/")[0] for key in summary if key.endswith("/tis")}
-    assert comparison.cells[0].name == "tis"
-
-
-def folder_of(run: Path) -> Path:
-    (folder,) = run.glob("wandb/offline-run-*/files")
-    return folder
 
 
 def test_runs_that_were_not_logged_there_leave_nothing(tmp_path: Path) -> None:
