@@ -225,15 +225,31 @@ COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
 DECOUPLED = {"use_decoupled_loss": True, **areal(upper=2.0)}
 # two ways to say one correction
 SAME: list[tuple[str, Native, Native]] = [
-    ("verl", {"rollout_is": "token", "use_policy_gradient": False}, {"rollout_is": "token"}),
+    (
+        "verl",
+        {"rollout_is": "token", "use_policy_gradient": False},
+        {"rollout_is": "token"},
+    ),
     (
         "verl",
         {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
         verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1"),
     ),
-    ("verl", {LOSS: "bypass_mode"}, {"bypass_mode": True}),
-    ("verl", verl_run({"bypass_mode": True}, use_v1=True), {"bypass_mode": True}),
-    ("verl", verl_in_loss("vanilla", **IN_LOSS), {}),
+    (
+        "verl",
+        {LOSS: "bypass_mode"},
+        {"bypass_mode": True},
+    ),
+    (
+        "verl",
+        verl_run({"bypass_mode": True}, use_v1=True),
+        {"bypass_mode": True},
+    ),
+    (
+        "verl",
+        verl_in_loss("vanilla", **IN_LOSS),
+        {},
+    ),
     (
         "verl",
         verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS),
@@ -249,15 +265,27 @@ SAME: list[tuple[str, Native, Native]] = [
         ("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {})
         for loss in COVARIANCE
     ),
-    ("trl", {"beta": 0.1, "use_vllm": True}, {"use_vllm": True}),
+    (
+        "trl",
+        {"beta": 0.1, "use_vllm": True},
+        {"use_vllm": True},
+    ),
     (
         "areal",
         {"actor": {**DECOUPLED, "prox_logp_method": "reuse_train_logp"}},
         {"actor": DECOUPLED},
     ),
-    ("slime", {OLD: True}, {"partial_rollout": True, OLD: True}),
+    (
+        "slime",
+        {OLD: True},
+        {"partial_rollout": True, OLD: True},
+    ),
     ("openrlhf", openrlhf(level=False), openrlhf(enable=False)),  # as YAML reads off
-    ("openrlhf", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(enable=False)),
+    (
+        "openrlhf",
+        openrlhf(mode="clip", threshold=[0.5, 2.0]),
+        openrlhf(enable=False),
+    ),
 ]
 
 
@@ -280,30 +308,120 @@ SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
 COUNTED = "loss.kl_on"
 # a key that a note names, settings that have the note, and settings that do not
 NOTES: list[tuple[str, str, Native, Native]] = [
-    ("verl", "defaults", {"defaults": ["ppo_trainer"], "algorithm.rollout_correction": {}}, {}),
+    (
+        "verl",
+        "defaults",
+        {"defaults": ["ppo_trainer"], "algorithm.rollout_correction": {}},
+        {},
+    ),
     (
         "verl",
         "rollout_is_threshold",
         {"rollout_is": "token", "rollout_is_threshold": "null"},
         {},
     ),
-    ("verl", "renormalize", verl_rs("token_k2", "1"), {}),
-    ("verl", "use_v1", {"bypass_mode": True, **verl_rs("token_k2", "1")}, {"bypass_mode": True}),
-    ("verl", "use_v1", verl_in_loss("vanilla", **IN_LOSS), {}),
-    ("skyrl", COUNTED, {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
-    ("trl", "use_vllm", {}, {"use_vllm": True}),
-    ("trl", COUNTED, {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
-    ("nemo_rl", "use_importance_sampling_correction", nemo(type="tis", ratio=1.5), NEMO_ON),
-    ("nemo_rl", COUNTED, nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
-    ("areal", "use_decoupled_loss", areal(), {"use_decoupled_loss": True}),
-    ("areal", "learner.n_minibatches", {"prox_logp_method": "reuse_train_logp"}, {}),
-    ("slime", "use_opsm", {"use_opsm": True}, {}),
-    ("slime", "custom_tis_function_path", {"use_tis": True, "tis_upper_bound": 2.0}, SLIME_RS),
-    ("slime", COUNTED, {"use_opsm": True}, SLIME_RS),
-    ("slime", "tis_mode", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), SLIME_RS),
-    ("slime", "partial_rollout", {OLD: True}, {}),
-    ("openrlhf", "is_correction_enable", openrlhf(type="tis"), openrlhf(enable=True)),
-    ("openrlhf", COUNTED, openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
+    (
+        "verl",
+        "renormalize",
+        verl_rs("token_k2", "1"),
+        {},
+    ),
+    (
+        "verl",
+        "use_v1",
+        {"bypass_mode": True, **verl_rs("token_k2", "1")},
+        {"bypass_mode": True},
+    ),
+    (
+        "verl",
+        "use_v1",
+        verl_in_loss("vanilla", **IN_LOSS),
+        {},
+    ),
+    (
+        "skyrl",
+        COUNTED,
+        {"sequence_mask_metric": "geometric"},
+        {"tis_ratio_type": "token"},
+    ),
+    (
+        "trl",
+        "use_vllm",
+        {},
+        {"use_vllm": True},
+    ),
+    (
+        "trl",
+        COUNTED,
+        {"off_policy_mask_threshold": 0.1},
+        trl(mode="token_mask"),
+    ),
+    (
+        "nemo_rl",
+        "use_importance_sampling_correction",
+        nemo(type="tis", ratio=1.5),
+        NEMO_ON,
+    ),
+    (
+        "nemo_rl",
+        COUNTED,
+        nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8),
+        ERROR,
+    ),
+    (
+        "areal",
+        "use_decoupled_loss",
+        areal(),
+        {"use_decoupled_loss": True},
+    ),
+    (
+        "areal",
+        "learner.n_minibatches",
+        {"prox_logp_method": "reuse_train_logp"},
+        {},
+    ),
+    (
+        "slime",
+        "use_opsm",
+        {"use_opsm": True},
+        {},
+    ),
+    (
+        "slime",
+        "custom_tis_function_path",
+        {"use_tis": True, "tis_upper_bound": 2.0},
+        SLIME_RS,
+    ),
+    (
+        "slime",
+        COUNTED,
+        {"use_opsm": True},
+        SLIME_RS,
+    ),
+    (
+        "slime",
+        "tis_mode",
+        slime_mis(tis_upper_bound=2.0, tis_mode="mask"),
+        SLIME_RS,
+    ),
+    (
+        "slime",
+        "partial_rollout",
+        {OLD: True},
+        {},
+    ),
+    (
+        "openrlhf",
+        "is_correction_enable",
+        openrlhf(type="tis"),
+        openrlhf(enable=True),
+    ),
+    (
+        "openrlhf",
+        COUNTED,
+        openrlhf(type="seq-mask-tis"),
+        openrlhf(type="icepop"),
+    ),
     (
         "fireworks",
         COUNTED,
@@ -328,14 +446,54 @@ SOUND_BT = FAULTY_BT.isfinite()
 WHOLE_BT = FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
 AREAL_BAND = {"use_decoupled_loss": True, "m2_threshold": 0.05}
 MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is divided by
-    ("verl", {}, MASK_BT, MASK_BT),
-    ("trl", trl(mode="token_truncate", clip_max=1.0), MASK_BT, MASK_BT),
-    ("nemo_rl", NEMO_ON, SOUND_BT, MASK_BT),
-    ("nemo_rl", ERROR | NEMO_ON, WHOLE_BT, WHOLE_BT),
-    ("areal", areal(), MASK_BT, MASK_BT),
-    ("areal", areal(metric="kl_k2"), SOUND_BT, MASK_BT),
-    ("areal", areal(metric="kl_k1", level="sequence", upper=1.0, lower=-1.0), WHOLE_BT, WHOLE_BT),
-    ("areal", {"actor": AREAL_BAND | areal(upper=2.0)}, SOUND_BT, SOUND_BT),
+    (
+        "verl",
+        {},
+        MASK_BT,
+        MASK_BT,
+    ),
+    (
+        "trl",
+        trl(mode="token_truncate", clip_max=1.0),
+        MASK_BT,
+        MASK_BT,
+    ),
+    (
+        "nemo_rl",
+        NEMO_ON,
+        SOUND_BT,
+        MASK_BT,
+    ),
+    (
+        "nemo_rl",
+        ERROR | NEMO_ON,
+        WHOLE_BT,
+        WHOLE_BT,
+    ),
+    (
+        "areal",
+        areal(),
+        MASK_BT,
+        MASK_BT,
+    ),
+    (
+        "areal",
+        areal(metric="kl_k2"),
+        SOUND_BT,
+        MASK_BT,
+    ),
+    (
+        "areal",
+        areal(metric="kl_k1", level="sequence", upper=1.0, lower=-1.0),
+        WHOLE_BT,
+        WHOLE_BT,
+    ),
+    (
+        "areal",
+        {"actor": AREAL_BAND | areal(upper=2.0)},
+        SOUND_BT,
+        SOUND_BT,
+    ),
 ]
 
 
