@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,10 @@ class Played:
         params = SamplingParams(samples=samples, max_tokens=self.params.max_tokens)
         rollouts = self.sessions.generate(prompts, params, seed=1, first_group=0, step=0)
         return [[one for one in rollouts if one.group == number] for number in range(len(prompts))]
+
+    def sampled(self, rollout: Rollout) -> str:
+        """Text of the tokens that are trained on."""
+        return self.tokenizer.decode_all(list(compress(rollout.token_ids, rollout.loss_mask)))
 
     def text(self, rollout: Rollout) -> str:
         return self.tokenizer.decode_all([*rollout.prompt.token_ids, *rollout.token_ids])

@@ -35,18 +35,11 @@ def test_an_agent_with_openais_client_is_a_session(tmp_path: Path) -> None:
         groups = played.play({}, {"answer": "43"}, samples=2)
     for group, reward in zip(groups, (1.0, 0.0), strict=True):
         for rollout in group:
-            assert rollout.session is not None
-            assert (rollout.session.error, rollout.session.reward, rollout.session.rows) == (
-                None,
-                reward,
-                1,
-            )
-            assert rollout.session.numbers == {"answers": 2.0}
+            session = rollout.session
+            assert (session.error, session.reward, session.rows) == (None, reward, 1)
+            assert session.numbers == {"answers": 2.0}
             assert set(rollout.credit) == {0.0}, "no turn is worth another return than the session"
-            written = [
-                one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
-            ]
-            assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
+            assert played.sampled(rollout) == "41<|im_end|>42<|im_end|>"
 
 
 def test_what_the_engines_fail_with_is_no_failure_of_the_agent(tmp_path: Path) -> None:
@@ -201,18 +194,11 @@ def test_an_answer_that_is_given_up_is_in_no_row(tmp_path: Path) -> None:
     with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, turns=2) as played:
         played.policy.pauses = [600.0, 0.0, 600.0]
         ((rollout,),) = played.play({"timeout": 5.0, "retries": 2})
-        assert rollout.session is not None
-        assert (rollout.session.error, rollout.session.reward, len(rollout.session.turns)) == (
-            None,
-            1.0,
-            2,
-        )
-        assert (rollout.session.rows, rollout.session.counts["answers_unread"]) == (1, 2)
+        session = rollout.session
+        assert (session.error, session.reward, len(session.turns)) == (None, 1.0, 2)
+        assert (session.rows, session.counts["answers_unread"]) == (1, 2)
         assert sorted(set(rollout.turns or ())) == [-1, 0, 1]
-        written = [
-            one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
-        ]
-        assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
+        assert played.sampled(rollout) == "41<|im_end|>42<|im_end|>"
         assert len(played.policy.asked) == 4
 
 

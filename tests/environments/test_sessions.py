@@ -35,10 +35,7 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
     assert rollout.format == "int8"  # of the engine
     assert session.numbers == {"tries": 2.0}
-    written = [
-        token for token, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
-    ]
-    assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
+    assert played.sampled(rollout) == "41<|im_end|>42<|im_end|>"
     assert "Not yet. Again.<|im_end|>\n<|im_start|>assistant\n42" in played.text(rollout)
     assert {played.policy.asked[turn][2] for turn in range(2)} == {"0"}  # one engine
     assert [turn >= 0 for turn in rollout.turns or ()] == list(map(bool, rollout.loss_mask))
@@ -61,15 +58,8 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
-    assert (
-        rollout.session.reward,
-        rollout.session.counts["calls"],
-        rollout.session.counts["calls_failed"],
-    ) == (
-        1,
-        1,
-        0,
-    )
+    counts = rollout.session.counts
+    assert (rollout.session.reward, counts["calls"], counts["calls_failed"]) == (1, 1, 0)
     assert "<|im_start|>tool\n42<|im_end|>" in played.text(rollout)
 
 
@@ -250,12 +240,10 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
         groups = played.play(
             *({"how": how} for how in ("floods", "forks", "leaves a child", "prints"))
         )
-        for (rollout,) in groups:
-            assert (rollout.session.error, rollout.session.reward) == (
-                None,
-                0.0 if rollout is groups[0][0] else 1.0,
-            )
-        assert groups[0][0].session.counts["observations_cut"] == 2
+        sessions = [rollout.session for (rollout,) in groups]
+        assert [one.error for one in sessions] == [None] * 4
+        assert [one.reward for one in sessions] == [0.0, 1.0, 1.0, 1.0]
+        assert sessions[0].counts["observations_cut"] == 2
         pids = [one.pid for one in psutil.Process().children(recursive=True) if one not in others]
     assert len(pids) > 4
     wait_for(

@@ -199,28 +199,3 @@ def too_old(run: Path, most: int) -> list[str]:
         for line in lines(run / "metrics.jsonl")
     }
     return [f"step {step}: {age} updates" for step, age in stale.items() if age > most]
-
-
-def flip_versions(box: Box, until: str, *overrides: str, resent: bool = False, **how: Any) -> None:
-    """A bit of every complete version of a run, as soon as it is there, until the screen says what
-    comes of it; with `resent` also of what is sent once more.
-    """
-    folder = box.folder / "sync"
-    seen = set[tuple[Path, int]]()
-    folder.mkdir()
-    process = box.begin(*overrides, f"sync.dir={folder}", **how)
-    begun = time.monotonic()
-    while until not in box.screen:
-        assert process.poll() is None and time.monotonic() - begun < 2 * START_S, box.screen
-        for manifest in folder.glob("**/manifest-000.json"):
-            try:
-                version = manifest, resent and manifest.stat().st_mtime_ns
-                if version not in seen:
-                    seen.add(version)
-                    with (manifest.parent / "bucket-000-0000.bin").open("r+b") as bucket:
-                        byte = bucket.read(1)[0]
-                        bucket.seek(0)
-                        bucket.write(bytes([byte ^ 1]))
-            except OSError:  # taken away meanwhile
-                continue
-        time.sleep(0.0005)

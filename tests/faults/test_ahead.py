@@ -51,17 +51,6 @@ def test_every_kind_of_process(box: Box) -> None:
     assert not kills.too_old(box.run, 1)
 
 
-@pytest.mark.fault(
-    "an update is refused twice, ahead of the learner",
-    "the run goes on while its batches are young",
-)
-def test_a_refused_update(box: Box) -> None:
-    kills.flip_versions(box, "is left out", *AHEAD, steps=4, resent=True)
-    box.goes_on(5)
-    assert max(line.get("sync/refused", 0) for line in box.metrics()) == 1
-    kills.whole(box)
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.fault(
     "USR1, TERM or Ctrl-C ahead of the learner",

@@ -179,37 +179,33 @@ def test_a_signal_that_comes_twice(asked: StopRequest, run_folder: Path) -> None
     asked.check()
 
 
-@pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
-def test_the_time_limit_of_a_job_counts(
-    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def limited(asked: StopRequest, monkeypatch: pytest.MonkeyPatch) -> StopRequest:
+    """A request in step 3 of a job that ends in two hours."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
-    asked._clock.seconds = 10_000.0  # type: ignore[attr-defined]
     asked.begin(3)
+    return asked
+
+
+@pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
+def test_the_time_limit_of_a_job_counts(limited: StopRequest, run_folder: Path) -> None:
+    limited._clock.seconds = 10_000.0  # type: ignore[attr-defined]
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "2h46m, with 1h" in said(run_folder, "what stands")["said"]
 
 
-def test_a_late_save_has_its_time(
-    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
-    asked.begin(3)
+def test_a_late_save_has_its_time(limited: StopRequest, run_folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     said(run_folder, "is finished and saved first")
-    asked._asked_at -= 1000
-    asked._end = time.monotonic()
+    limited._asked_at -= 1000
+    limited._end = time.monotonic()
     assert said(run_folder, "time is up")["limit_s"] > 1000 + SAVE_LIMIT_S
 
 
-def test_a_step_is_given_up_once(
-    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
+def test_a_step_is_given_up_once(limited: StopRequest, run_folder: Path) -> None:
     notes: list[str] = []
-    asked._note = notes.append
-    asked._clock.seconds = 600.0  # type: ignore[attr-defined]
-    asked.begin(3)
+    limited._note = notes.append
+    limited._clock.seconds = 600.0  # type: ignore[attr-defined]
     for number, words in (
         (signal.SIGUSR1, "is finished and saved first"),
         (signal.SIGTERM, "whose rest takes"),
