@@ -53,11 +53,11 @@ def first_hour(checkout: Path, *parts: str) -> subprocess.CompletedProcess[str]:
 def test_a_part_that_fails_does_not_stop_the_others(checkout: Path) -> None:
     done = first_hour(checkout, "machine", "install", "tests", "quickstart", "sync")
     report = (checkout / "first_hour.md").read_text()
-    heads = [line.rpartition(",")[0] for line in report.splitlines() if line.startswith("## ")]
+    heads = [line.partition(",")[0] for line in report.splitlines() if line.startswith("## ")]
     assert heads == [
         "## machine: done",
         "## install: done",
-        "## tests: failed, status 1",
+        "## tests: failed",
         "## quickstart: done",
         "## sync: done",
     ]

