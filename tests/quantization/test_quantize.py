@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import hf_config
+from simulated import assert_same_bits, hf_config
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.mapping import params
@@ -25,12 +25,6 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
-
-
 @pytest.mark.parametrize("format", CHANNEL_FORMATS)
 @given(
     rows=st.integers(1, 40),
@@ -45,13 +39,15 @@ def test_shards_hold_the_bytes_of_the_whole(format, rows, columns, shards, seed)
     parts = weight_OI.tensor_split(min(shards, columns), dim=1)
     amax_O = torch.stack([row_amax(part) for part in parts]).amax(0)
     row_parallel = [quantize(part, format, amax_O) for part in parts]
-    assert same_bytes(torch.cat([part["weight"] for part in row_parallel], dim=1), whole["weight"])
-    assert all(torch.equal(part["weight_scale"], whole["weight_scale"]) for part in row_parallel)
+    for part in row_parallel:
+        assert torch.equal(part["weight_scale"], whole["weight_scale"])
+    joined = torch.cat([part["weight"] for part in row_parallel], dim=1)
+    assert_same_bits([("weight", joined)], {"weight": whole["weight"]})
     column_parallel = [
         quantize(part, format) for part in weight_OI.tensor_split(min(shards, rows), dim=0)
     ]
-    for suffix in ("weight", "weight_scale"):
-        assert same_bytes(torch.cat([part[suffix] for part in column_parallel]), whole[suffix])
+    joined = [(suffix, torch.cat([part[suffix] for part in column_parallel])) for suffix in whole]
+    assert_same_bits(joined, whole)
 
 
 def test_blocks_of_a_shard_are_blocks_of_the_whole_and_scaled_by_what_they_hold():
@@ -60,8 +56,11 @@ def test_blocks_of_a_shard_are_blocks_of_the_whole_and_scaled_by_what_they_hold(
         quantize(weight, Format.fp8_block) for weight in (weight_OI, weight_OI[:, 2 * BLOCK :])
     )
     assert whole["weight_scale"].shape == (3, 4)
-    assert same_bytes(half["weight"], whole["weight"][:, 2 * BLOCK :])
-    assert torch.equal(half["weight_scale"], whole["weight_scale"][:, 2:])
+    right = {
+        "weight": whole["weight"][:, 2 * BLOCK :],
+        "weight_scale": whole["weight_scale"][:, 2:],
+    }
+    assert_same_bits(list(half.items()), right)
     ragged = quantize(weight_OI[: BLOCK + 3, : BLOCK + 5], Format.fp8_block)
     assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5)
     assert ragged["weight_scale"].shape == (2, 2)

@@ -17,6 +17,7 @@ import torch
 from helpers import wait_for
 from tiny_engine import PATIENCE_S, PROMPTS, TinyModel, collecting, make_config
 from transformers import Qwen3ForCausalLM
+from versions import flip
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Format, ModelSection
@@ -140,6 +141,4 @@ def served(model: TinyModel, folder: Path, format: Format = Format.none) -> Iter
 
 def flip_a_byte(manifest: Path) -> None:
     (path,) = manifest.parent.glob("*.bin")
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
+    flip(path, 100)

@@ -25,19 +25,14 @@ from megatron_rl.sampler.client.interface import SamplerError
 
 
 def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
-    for name in ("RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"):
+    kept_back = {"RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"}
+    for name in kept_back:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PATH", "/bin")
     environment = engine_environment()
     assert environment["PATH"] == "/bin"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert not {
-        "RANK",
-        "MASTER_PORT",
-        "OMP_NUM_THREADS",
-        "TORCHELASTIC_RUN_ID",
-        "WANDB_API_KEY",
-    } & set(environment)
+    assert kept_back.isdisjoint(environment)
 
 
 def test_the_engine_sees_its_own_gpus(monkeypatch):

@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_engine import make_config, make_model
 
 from megatron_rl.config.schema import (
+    Config,
     Device,
     EvalSection,
     Format,
@@ -24,55 +26,38 @@ from megatron_rl.sampler.engine_settings import (
 from megatron_rl.sampler.replicas import process_settings
 
 
-def test_arguments_follow_the_config(tmp_path):
-    settings = EngineSettings.from_config(
-        replace(make_config(), eval=EvalSection(max_response_tokens=100))
-    )
-    arguments = engine_arguments(settings, tmp_path)
+def arguments_of(config: Config, **settings: Any) -> dict[str, Any]:
+    return engine_arguments(replace(EngineSettings.from_config(config), **settings), Path("engine"))
+
+
+def test_arguments_follow_the_config():
+    arguments = arguments_of(replace(make_config(), eval=EvalSection(max_response_tokens=100)))
     assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
     assert arguments["max_model_len"] == 24 + 100
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["load_format"] == "dummy"
     assert arguments["enforce_eager"] is True
     assert arguments["enable_prefix_caching"] is True
-    passed = replace(
-        settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False})
-    )
-    assert engine_arguments(passed, tmp_path)["block_size"] == 32
-    assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
+    passed = {"block_size": 32, "enforce_eager": False}
+    assert passed.items() <= arguments_of(make_config(vllm=passed)).items()
 
 
-def test_logits_are_in_fp32_where_the_learner_s_are(tmp_path):
-    config = make_config(vllm={"hf_overrides": {"rope_theta": 5000.0}})
-    assert engine_arguments(EngineSettings.from_config(config), tmp_path)["hf_overrides"] == {
-        "rope_theta": 5000.0
-    }
-    wide = EngineSettings.from_config(
-        replace(config, model=ModelSection(head_precision=Precision.fp32))
-    )
-    both = {"rope_theta": 5000.0, "head_dtype": "float32"}
-    assert engine_arguments(wide, tmp_path)["hf_overrides"] == both
-    assert config.sampler.vllm == {"hf_overrides": {"rope_theta": 5000.0}}, (
-        "the recipe is left as it is"
-    )
-    wide = EngineSettings.from_config(
-        replace(make_config(), model=ModelSection(head_precision=Precision.fp32))
-    )
-    assert engine_arguments(wide, tmp_path)["hf_overrides"] == {"head_dtype": "float32"}
+@pytest.mark.parametrize("given", [{}, {"rope_theta": 5000.0}])
+def test_logits_are_in_fp32_where_the_learner_s_are(given):
+    config = make_config(vllm={"hf_overrides": dict(given)} if given else {})
+    wide = replace(config, model=ModelSection(head_precision=Precision.fp32))
+    assert arguments_of(wide)["hf_overrides"] == given | {"head_dtype": "float32"}
+    assert arguments_of(config).get("hf_overrides", {}) == given, "the recipe is left as it is"
 
 
-def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
-    settings = replace(EngineSettings.from_config(make_config()), device=Device.cuda)
-    arguments = engine_arguments(settings, tmp_path)
+def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start():
+    arguments = arguments_of(make_config(), device=Device.cuda)
+    compilation = arguments["compilation_config"]
     assert arguments["kernel_config"] == {"enable_flashinfer_autotune": False}
-    assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
-    assert (
-        arguments["compilation_config"]["max_cudagraph_capture_size"] == arguments["max_num_seqs"]
-    )
+    assert compilation["pass_config"] == {"fuse_allreduce_rms": False}
+    assert compilation["max_cudagraph_capture_size"] == arguments["max_num_seqs"]
     wished = {"kernel_config": {"enable_flashinfer_autotune": True}, "max_num_seqs": 100}
-    asked = engine_arguments(
-        replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path
-    )
+    asked = arguments_of(make_config(vllm=wished), device=Device.cuda)
     assert asked["kernel_config"] == wished["kernel_config"], "a recipe has the last word"
     assert asked["compilation_config"]["max_cudagraph_capture_size"] == 112, (
         "vLLM captures every 16th size"

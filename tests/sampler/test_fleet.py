@@ -28,7 +28,6 @@ from live_fleet import (
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.client.interface import RequestRefused
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import file_transport as transport
@@ -92,22 +91,6 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
         after = {r.group: r.token_ids for r in second if r.format == format and r.sample == 0}
         assert any(before[group] != after[group] for group in before.keys() & after.keys()), format
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
-
-
-HOSTILE = [
-    ("generate", {"tokens": [10**6], "seed": 0, "max_tokens": 4}),
-    ("shutdown", {}),
-    ("update_weights", {"update_info": {"names": ["x"]}}),
-]
-
-
-@pytest.mark.fault("hostile requests with the key", "each is refused; the server serves on")
-def test_hostile_requests_end_no_server(far):
-    (one,) = far.replicas
-    for method, arguments in HOSTILE:
-        with pytest.raises(RequestRefused):
-            far._ask(lambda _, call=(method, arguments): one.engine.call(*call))
-    assert len(far.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
 
 
 def test_the_key_is_in_no_command_line_and_no_log(far):

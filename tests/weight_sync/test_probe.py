@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,40 +59,39 @@ def test_within_budget() -> None:
     assert run(sampler_BT).missing == 1
 
 
-def test_budget_depends_on_the_format_and_can_be_set() -> None:
-    run(logprobs() + 0.05)
-    with pytest.raises(SyncMismatch, match=r"version 7 \(none\).*0\.05 nats") as refused:
+VERDICTS = [  # nats, how they are judged, whether the run goes on
+    (0.05, {}, True),
+    (0.05, {"format": Format.none}, False),
+    (0.05, {"format": Format.none, "budget": 0.06}, True),
+    (0.05, {"budget": 0.04}, False),
+    # INT8 may exceed its budget, up to its end
+    (0.2, {}, True),
+    (0.41, {}, False),
+    (0.2, {"format": Format.fp8}, False),
+    (0.2, {"budget": 0.19}, False),
+    # right samplers differ by 0.91 to 1.09 times `expected`, at any size of outliers
+    (0.01, {"expected": 0.0095}, True),
+    (2.0, {"expected": 1.905}, True),
+    (2.0, {"expected": 2.0, "unexplained": 0.04, "format": Format.fp8}, True),
+    (0.2, {"expected": 0.12}, False),
+    (0.01, {"expected": 0.2, "unexplained": 0.05}, False),
+    (0.2, {"expected": 0.2, "unexplained": 0.15}, False),
+    (0.2, {"expected": 0.2, "unexplained": math.nan}, False),
+    (0.05, {"budget": 0.06, "expected": 0.0, "unexplained": 1.0}, True),
+]
+
+
+@pytest.mark.parametrize(("nats", "how", "goes_on"), VERDICTS)
+def test_which_differences_end_a_run(nats: float, how: dict[str, Any], goes_on: bool) -> None:
+    with nullcontext() if goes_on else pytest.raises(SyncMismatch):
+        run(logprobs() + nats, **how)
+
+
+def test_an_error_names_the_keys_of_every_way_out() -> None:
+    with pytest.raises(SyncMismatch, match=r"version 7 \(none\)") as refused:
         run(logprobs() + 0.05, format=Format.none)
     for way_out in ("as_sampler", "quantization.ignore", "head_precision", "sync.probe_budget"):
         assert way_out in str(refused.value)
-    run(logprobs() + 0.05, format=Format.none, budget=0.06)
-    with pytest.raises(SyncMismatch, match=r"0\.04 \(sync\.probe_budget\)"):
-        run(logprobs() + 0.05, budget=0.04)
-
-
-def test_int8_may_exceed_its_budget_up_to_its_end() -> None:
-    beyond = logprobs() + 0.2
-    result = run(beyond)
-    assert result.mean_abs > result.budget
-    with pytest.raises(SyncMismatch):
-        run(logprobs() + 0.41)
-    with pytest.raises(SyncMismatch):
-        run(beyond, format=Format.fp8)
-    with pytest.raises(SyncMismatch):
-        run(beyond, budget=0.19)
-
-
-def test_a_learner_that_rounds_as_the_format_bounds_the_difference() -> None:
-    """Right samplers differ by 0.91 to 1.09 times `expected`, at any size of outliers."""
-    for nats in (0.01, 2.0):
-        run(logprobs() + nats, expected=nats / 1.05)
-        run(logprobs() + nats, expected=nats, unexplained=0.04, format=Format.fp8)
-    with pytest.raises(SyncMismatch, match=r"differs by 0\.12"):
-        run(logprobs() + 0.2, expected=0.12)
-    for nats, left in ((0.01, 0.05), (0.2, 0.15), (0.2, math.nan)):
-        with pytest.raises(SyncMismatch, match=rf"by {left:.3g} from the sampler"):
-            run(logprobs() + nats, expected=0.2, unexplained=left)
-    run(logprobs() + 0.05, budget=0.06, expected=0.0, unexplained=1.0)
 
 
 def test_noise_is_the_learner_s_own() -> None:
