@@ -38,6 +38,8 @@ from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.survival import launch
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
+FAMILY = socket.AF_UNIX, socket.SOCK_SEQPACKET  # each message arrives as a whole
+LONGEST = 1 << 18  # bytes of a message
 QUANTIZATIONS = (
     "compressed_tensors.compressed_tensors",
     "quark.quark",
@@ -112,19 +114,16 @@ class Process:
         null = os.open(os.devnull, os.O_RDWR)
         out = _descriptor(stdout, 1, null)
         err = out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null)
-        self._line = socket.socket(socket.AF_UNIX)
+        self._line = socket.socket(*FAMILY)
         self._line.connect(str(Path(os.environ[VARIABLE]) / kind))
         content = json.dumps(request).encode()
-        self._line.sendall(len(content).to_bytes(4, "big") + content)
-        socket.send_fds(self._line, [b"f"], [_descriptor(stdin, 0, null), out, err, *pass_fds])
+        socket.send_fds(self._line, [content], [_descriptor(stdin, 0, null), out, err, *pass_fds])
         os.close(null)
-        self._answers = self._line.makefile("r")
-        self.pid = int(self._answers.readline() or _refuse(kind))
+        self.pid = int(self._line.recv(LONGEST) or _refuse(kind))
 
     def poll(self) -> int | None:
         if self.returncode is None and self._told(0):
-            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
-            self._answers.close()
+            self.returncode = int(self._line.recv(LONGEST) or -signal.SIGKILL)
             self._line.close()
         return self.returncode
 
@@ -226,21 +225,17 @@ def forking() -> Iterator[None]:
 def parents() -> Iterator[None]:
     """The parents of a session. They wait, empty, for their first request."""
     processes = []
-    helpers = [
-        str(folder)
-        for folder in (Path(__file__).parent, *Path(__file__).parent.iterdir())
-        if folder.is_dir()
-    ]
+    here = Path(__file__).parent
+    helpers = [str(folder) for folder in (here, *here.iterdir()) if folder.is_dir()]
+    search_path = os.pathsep.join([*helpers, os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="megatron-rl-tests-") as folder:
         for kind in MODULES:
             environment = dict(engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
             # asking the driver would spoil GPUs for every fork
             environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-            environment["PYTHONPATH"] = os.pathsep.join(
-                [*helpers, os.environ.get("PYTHONPATH", "")]
-            )
+            environment["PYTHONPATH"] = search_path
             with (
-                socket.socket(socket.AF_UNIX) as door,
+                socket.socket(*FAMILY) as door,
                 Path(folder, f"{kind}.log").open("wb") as log,
             ):
                 door.bind(f"{folder}/{kind}")
@@ -281,25 +276,23 @@ def serve(kind: str, door: socket.socket) -> None:
 
 def keep(line: socket.socket) -> None:
     """Start the program of one request, tell its end, and end it when whoever asked is gone."""
-    size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
-    request = json.loads(line.recv(size, socket.MSG_WAITALL))
-    wanted = request["descriptors"]
-    _, received, _, _ = socket.recv_fds(line, 1, len(wanted))
+    content, received, _, _ = socket.recv_fds(line, LONGEST, 16)
+    request = json.loads(content)
     child = os.fork()
     if child == 0:
         die_with_parent()
         line.close()
-        become(request, dict(zip(wanted, received, strict=True)))
+        become(request, dict(zip(request["descriptors"], received, strict=True)))
     for descriptor in received:
         os.close(descriptor)
     end = os.pidfd_open(child)
-    line.sendall(f"{child}\n".encode())
+    line.send(str(child).encode())
     ready, _, _ = select.select([end, line], [], [])
     if end not in ready:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     with suppress(OSError):
-        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        line.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 
@@ -308,11 +301,10 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     if request["session"]:
         os.setsid()
     above = max(descriptors) + 1
-    for wanted, moved in [
-        (n, fcntl.fcntl(received, fcntl.F_DUPFD, above)) for n, received in descriptors.items()
-    ]:
-        os.dup2(moved, wanted)
-        os.close(moved)
+    moved = [fcntl.fcntl(received, fcntl.F_DUPFD, above) for received in descriptors.values()]
+    for wanted, descriptor in zip(descriptors, moved, strict=True):
+        os.dup2(descriptor, wanted)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -322,7 +314,7 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     here = os.getcwd() if words[0] == "-m" else str(Path(words[0]).parent)
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = [path for path in paths if path not in sys.path]
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)
     status: Any = 0
     try:
         with forking():
