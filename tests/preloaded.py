@@ -130,9 +130,7 @@ class Process:
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None and not self._told(timeout):
             raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout or 0)
-        code = self.poll()
-        assert code is not None
-        return code
+        return self.poll()
 
     def _told(self, timeout: float | None) -> bool:
         waits = select.poll()  # select knows no file beyond the 1,023rd
@@ -315,7 +313,7 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.stdout.reconfigure(line_buffering=True)
-    status: Any = 0
+    status = 0
     try:
         with forking():
             if words[0] == "-m":

@@ -85,20 +85,19 @@ class Device:
 
     def _step(self, request: Any, read: int, chosen_SLK: torch.Tensor, drawn: bool) -> Any:
         part = len(chosen_SLK)
-        scheduled: Any = SimpleNamespace(num_scheduled_tokens={request.request_id: part})
+        scheduled = SimpleNamespace(num_scheduled_tokens={request.request_id: part})
         self.worker.begin_step(
             self.scheduler.build_connector_meta(scheduled, {request.request_id: request})
         )
         for layer, router in enumerate(self.routers):
-            router.capture_fn(chosen_SLK[:, layer])  # type: ignore[operator]
+            router.capture_fn(chosen_SLK[:, layer])
         starts = {
             "query_start_loc_np": np.array([0, part]),
             "num_computed_tokens_np": np.array([read]),
         }
         pending = self.worker.prepare_output(
             SimpleNamespace(req_ids=[request.request_id], **starts)
-        )  # type: ignore[arg-type]
-        assert pending is not None
+        )
         pending.enqueue_cpu_copy(np.array([int(drawn)]), np.array([0]))
         return pending.process_output()
 

@@ -6,9 +6,7 @@ One process, because importing vLLM takes longer than everything that happens he
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from checked_cases import run_checked
@@ -22,7 +20,7 @@ from megatron_rl.config.schema import Format, KvCache
 
 def main() -> None:
     out = Path(sys.argv[1])
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
+    runs = {
         "qwen3_moe": lambda: run_case(
             Case("qwen3_moe", Format.int8, out / "qwen3_moe"),
             "model.layers.1.mlp.experts.2.down_proj.weight",

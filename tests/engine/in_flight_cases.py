@@ -74,7 +74,7 @@ def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor])
 
 def run_in_flight(case: Case) -> dict[str, Any]:
     engine = case.start("live")
-    found: dict[str, Any] = {"said": [case.update(engine, case.tensors(1))]}
+    found = {"said": [case.update(engine, case.tensors(1))]}
     found["alone"] = answers_to(engine, begin(engine, TOKENS))
     found["same weights"] = update_between(case, engine, case.tensors(1))
     found["updated"] = update_between(case, engine, case.tensors(2))
@@ -121,7 +121,7 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     first = begin(engine, TOKENS)
     for _ in range(3):
         engine.step()
-    found: dict[str, Any] = {
+    found = {
         "asleep": attempt(lambda: engine.sleep(1)),
         "open": engine.status()["open"],
     }

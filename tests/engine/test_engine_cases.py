@@ -11,6 +11,7 @@ from preloaded import found_by
 
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 
+pytestmark = pytest.mark.engine
 PATIENCE_S = 240.0
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 BEFORE_UPDATE = 6  # tokens: in_flight_cases.py
@@ -36,7 +37,6 @@ VICTIMS = {
 }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dict) -> None:
     """The Qwen3 mixture runs INT8 with its experts in BF16, the Mixtral all BF16."""
@@ -59,7 +59,6 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
     assert case["healed"]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> None:
     """Compare with transformers' routers with the same weights in BF16; close choices may differ."""
@@ -77,7 +76,6 @@ def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> N
     assert len(set(map(tuple, told))) > 3
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_answers_come_with_the_experts_of_every_token_read(family: str, found: dict) -> None:
     """As the engine chooses them for the whole of it at once, which sums in another order."""
@@ -88,7 +86,6 @@ def test_answers_come_with_the_experts_of_every_token_read(family: str, found: d
     assert cached["prefilled"] < first["prefilled"], "a prefix was read before"
 
 
-@pytest.mark.engine
 def test_the_way_of_gpus_asks_for_what_vllm_loads(found: dict) -> None:
     assert found["checked"]["layerwise"] == "", "INT8 layers, and attention that vLLM gives scales"
     whole, without_an_expert = found["mixtral"]["layerwise"]
@@ -106,7 +103,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.engine
 def test_a_staged_update_over_a_transport_of_vllm_is_all_or_nothing(found: dict) -> None:
     case = found["checked"]
     assert case["said"] == ["", "", ""]
@@ -117,7 +113,6 @@ def test_a_staged_update_over_a_transport_of_vllm_is_all_or_nothing(found: dict)
         assert message in case["staged"][fault]
 
 
-@pytest.mark.engine
 @pytest.mark.fault(
     "the prefix cache is not reset after an update", "it is an error; no answer until a good update"
 )
@@ -128,7 +123,6 @@ def test_prefixes_of_the_old_weights_are_not_answered_from(found: dict) -> None:
     assert case["reset"], "the next good update repairs it"
 
 
-@pytest.mark.engine
 def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) -> None:
     case = found["checked"]["sleep"]
     assert "asleep (kv_cache, weights)" in case["asleep"]
@@ -151,7 +145,6 @@ def differences(answers: list, reference: list, span: slice) -> list[float]:
     ]
 
 
-@pytest.mark.engine
 def test_new_weights_come_between_two_tokens(found: dict) -> None:
     """Each span agrees with its own version's weights in transformers, and with those of the other
     it does not.
@@ -174,7 +167,6 @@ def test_new_weights_come_between_two_tokens(found: dict) -> None:
     assert fmean(differences(answers, by_second, after)) < 0.01
 
 
-@pytest.mark.engine
 def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
     """Random states are kept; only keys and values that are computed again round differently."""
     case = found["in_flight"]
@@ -186,7 +178,6 @@ def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
         assert all(len(spans) == 2 for _, _, spans in answers)
 
 
-@pytest.mark.engine
 def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
     case = found["in_flight"]
     refused = case["refused"]
@@ -196,7 +187,6 @@ def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
     assert refused["status"]["policy_version"] == case["versions"]
 
 
-@pytest.mark.engine
 def test_answers_in_the_making_and_other_requests(found: dict) -> None:
     case = found["in_flight"]["beside others"]
     assert "answers are being written" in case.pop("asleep")
@@ -205,7 +195,6 @@ def test_answers_in_the_making_and_other_requests(found: dict) -> None:
     assert all(case.values()), case
 
 
-@pytest.mark.engine
 def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     case = found["trainer"]
     assert case["sent"]
@@ -221,7 +210,6 @@ def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     assert case["nccl buffers"] == [BUCKET_BYTES, BUCKET_BYTES]
 
 
-@pytest.mark.engine
 def test_scales_of_an_fp8_cache_reach_the_kernels(found: dict) -> None:
     case = found["cache"]
     if not case:

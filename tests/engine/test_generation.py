@@ -79,10 +79,3 @@ def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(
         "stop",
         [(3, len(written))] if written else [(4, 0)],
     )
-
-
-def test_the_policy_versions_of_an_answer() -> None:
-    sample = Sample(5, 0, {})
-    for token, version in ((4, 2), (5, 3), (6, 3)):
-        sample.take(output([token], None), version)
-    assert sample.completed("abort", 3)["spans"] == [(2, 1), (3, 2)]

@@ -52,7 +52,7 @@ def service() -> Service:
 
 @pytest.fixture
 def port(monkeypatch, service) -> Iterator[int]:
-    opened: list[Any] = []
+    opened = []
 
     class Server(server.uvicorn.Server):
         def run(self, sockets: Any = None) -> None:

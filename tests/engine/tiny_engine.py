@@ -71,7 +71,7 @@ def collecting(
     once, and here in order. `first`: begins when something has been answered, else when something
     has been asked.
     """
-    rollouts: list[Rollout] = []
+    rollouts = []
     begun = threading.Event()
     over = threading.Event()
 
@@ -107,7 +107,7 @@ def collecting(
 
 def rest(answering: Answering) -> dict[int, list[Rollout]]:
     """Every group that is still to come; none comes twice."""
-    groups: dict[int, list[Rollout]] = {}
+    groups = {}
     while more := answering.finished():
         for group in more:
             assert [one.sample for one in group] == list(range(len(group)))
@@ -154,7 +154,7 @@ def make_model(folder: Path, tied: bool, **changes: Any) -> TinyModel:
     """About 0.4M parameters; a vocabulary that is no multiple of anything, so that
     padding takes part.
     """
-    sizes: dict[str, Any] = {
+    sizes = {
         "vocab_size": 101,
         "hidden_size": 128,
         "intermediate_size": 320,
@@ -229,9 +229,7 @@ class Live:
         return essence(self.rollouts(**how))
 
     def kill(self, engine: int = 0) -> None:
-        process = self.sampler.replicas[engine].process
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(self.sampler.replicas[engine].process.pid, signal.SIGKILL)
 
     @contextmanager
     def collecting(self, *, first: bool = True) -> Iterator[list[Rollout]]:

@@ -24,7 +24,7 @@ LONG = Prompt(9, tuple(range(3, 37)), "", {})  # a block of the cache, and more
 
 def run_case(case: Case, victim: str) -> dict[str, Any]:
     engine = case.start("live", keeps_experts=True, block_size=32)
-    found: dict[str, Any] = {}
+    found = {}
     said = [case.update(engine, case.tensors(1))]
     # the second time from cached prefixes
     found["kept"] = [kept_routes(case, engine) for _ in range(2)]
@@ -161,7 +161,7 @@ def drop(victim: str) -> Callable[..., None]:
 def run_cache(case: Case) -> dict[str, Any]:
     """Scales of an FP8 cache reach the kernels, and change what they answer."""
     engine = case.start("live")
-    found: dict[str, Any] = {"said": [case.update(engine, case.tensors(1))]}
+    found = {"said": [case.update(engine, case.tensors(1))]}
     found["scales"] = sorted(set(cache_scales(model_of(engine)).values()))
     first = answers(engine)
     coarse = case.tensors(1) | {name: 40 * scale for name, scale in case.scales(1).items()}

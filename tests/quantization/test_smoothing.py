@@ -164,7 +164,7 @@ def test_the_function_stays_the_same(
     sync(smoothing, shape, hf)
     assert (smoothing.scales_LNH > 1).any() and (smoothing.scales_LNH < 1).any()
     local = local_parameters(hf, shape, Layout(), Place())
-    folded: dict[str, torch.Tensor] = {}
+    folded = {}
     for param in params(shape):
         if param.megatron in local:
             whole = smoothing.fold(param, local[param.megatron])

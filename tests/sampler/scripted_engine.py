@@ -84,7 +84,7 @@ class ScriptedEngine:
         if tuple(tokens) == self.refused:
             raise RequestRefused(f"{self.name} refused: {tokens[0]} is beyond the vocabulary")
         drawn = self.table.get(tuple(tokens), [(tokens[-1], -1.0), (seed, -2.0)])
-        spans: Spans = ((began, len(drawn)),)
+        spans = ((began, len(drawn)),)
         if self.version != began:  # the update came after the first token
             spans = (began, 1), (self.version, len(drawn) - 1)
         ids, logprobs = zip(*drawn, strict=True)

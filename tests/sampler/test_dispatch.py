@@ -66,7 +66,11 @@ def jobs(*numbers: int) -> list[Job]:
 
 async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
     dispatcher.add(jobs(*range(count)))
-    done: list[Done] = []
+    return await rest(dispatcher)
+
+
+async def rest(dispatcher: Dispatcher) -> list[Done]:
+    done = []
     while more := await dispatcher.finished():
         done += more
     return done
@@ -219,10 +223,7 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
         await until(lambda: not dispatcher._works)
         first = await dispatcher.finished()
         for _ in range(2):
-            with pytest.raises(
-                SamplerError,
-                match=r"prompt 5 .*refused",
-            ):
+            with pytest.raises(SamplerError, match=r"prompt 5 .*refused"):
                 await dispatcher.finished()
         return first
 
@@ -287,9 +288,7 @@ def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(
             dispatcher.add(jobs(*range(number, number + count)))
             number += count
             done += await dispatcher.finished()
-        while more := await dispatcher.finished():
-            done += more
-        return done
+        return done + await rest(dispatcher)
 
     assert tokens(run(replicas, use=use, max_sequences=max_sequences)) == expected(sum(added))
 

@@ -51,7 +51,7 @@ class Subject:
         return self.run(self.engine.status())["policy_version"]
 
     def tell(self, step: str, **arguments: Any) -> dict[str, Any]:
-        return dict(self.run(self.engine.update(step, **arguments)))  # type: ignore[arg-type]
+        return dict(self.run(self.engine.update(step, **arguments)))
 
     def update(self, **how: bool) -> int:
         self.tell("start")

@@ -41,7 +41,7 @@ CLOSE = 0.02  # nats: what two BF16 engines with the same weights are apart at m
 def live(tmp_path_factory) -> Iterator[LiveFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "hf", True)
-    notes: list[str] = []
+    notes = []
     settings = make_settings(engines=2, formats=FORMATS)
     with startable(), Sampler(settings, model.folder, folder, note=notes.append) as sampler:
         fleet = LiveFleet(sampler, model, folder, notes)

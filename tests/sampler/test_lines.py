@@ -73,7 +73,7 @@ def behind_a_port(
     """A server that answers each transmission by the next line of its script, bytes as they are
     on the wire.
     """
-    asked: list[Frames] = []
+    asked = []
     names = iter(instances)
 
     async def converse(request: web.Request) -> web.WebSocketResponse:

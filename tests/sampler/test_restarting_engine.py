@@ -14,7 +14,7 @@ from tiny_engine import PROMPTS, Live, essence, rest, start_live
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.supervisor import MAX_RESTARTS
-from megatron_rl.types import Rollout, SamplingParams
+from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
 LONG = SamplingParams(samples=8, max_tokens=24)
@@ -34,7 +34,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 def test_it_comes_back_with_its_weights(
     live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes: list[str] = []
+    notes = []
     monkeypatch.setattr(live.sampler, "_note", notes.append)
     first = live.answers(params=LONG)
     live.kill()
@@ -76,7 +76,7 @@ def test_it_comes_back_with_its_weights(
     "it comes back with the new one",
 )
 def test_it_does_not_read_what_is_written_over(live: Live) -> None:
-    found: list[Rollout] = []
+    found = []
     with live.sampler.updating():
         live.kill()
         ahead = threading.Thread(target=lambda: found.extend(live.rollouts(params=LONG)))

@@ -29,7 +29,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(use: Callable[[SamplerState], Any]) -> tuple[Any, list[str]]:
-    notes: list[str] = []
+    notes = []
 
     async def main() -> Any:
         state = SamplerState(0.2, 30.0, 48, 100, notes.append)

@@ -31,7 +31,7 @@ def run(use: Callable[[SamplerState], Any], start_timeout_s: float = 0.2) -> Any
 
 def several(*scripts: dict[str, Any]) -> tuple[list[Replica], list[str]]:
     """Engines that serve version 0, and what happens to them, in order."""
-    events: list[str] = []
+    events = []
     return [
         replica(f"engine {i}", events=events, **script) for i, script in enumerate(scripts)
     ], events

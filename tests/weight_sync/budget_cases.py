@@ -158,7 +158,7 @@ def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    found = dict[str, Any]()
+    found = {}
     for format in (Format.int8, Format.fp8):
         case = Case(out / format.value, format)
         with closing(case.live.sampler):

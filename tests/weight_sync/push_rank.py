@@ -138,7 +138,7 @@ def error_of(sync: WeightSync, version: int) -> str:
 def run_rank(rank: int, rendezvous: str, folder: str) -> dict[str, Any]:
     sync, learner, receiver = join_pair(rank, rendezvous, folder)
     report = sync.push(3)
-    found: dict[str, Any] = {
+    found = {
         "metrics": report.metrics(),
         "calls": list(receiver.calls),
         "left": sorted(p.name for p in sync.transport.directory.iterdir()),

@@ -52,7 +52,7 @@ class ThreadGroup:
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
+    config = {
         "model_type": family,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
@@ -85,7 +85,7 @@ def quantized_whole(
     hf: Mapping[str, torch.Tensor], format: Format, ignore: Sequence[str] = ("lm_head",)
 ) -> dict[str, torch.Tensor]:
     """What a sampler must receive: every original tensor quantized in one piece."""
-    out: dict[str, torch.Tensor] = {}
+    out = {}
     for name, tensor in hf.items():
         if is_quantized(name, format, ignore):
             for suffix, value in quantize(tensor, format).items():

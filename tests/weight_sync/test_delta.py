@@ -53,7 +53,6 @@ def test_changes_may_lie_further_apart_than_a_gap_can_say() -> None:
     where = [0, 1, LONGEST_GAP + 1, 3 * LONGEST_GAP + 5, len(new) - 1]
     new[where] = 7
     patch = make_patch(old, new, 2)
-    assert patch is not None
     assert patch.changes > len(where)
     assert patch.changed_values == 4  # of two bytes each
     apply_patch(old, patch.data, patch.changes)

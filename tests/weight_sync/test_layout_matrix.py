@@ -110,21 +110,28 @@ def test_every_layout(
     layout = Layout(**dict(zip(("tp", "ep", "etp"), degrees, strict=False)), **PIPELINES[pipeline])
     # a stage must have room for every expert-parallel rank
     layout = replace(layout, dp=max(1, layout.ep * layout.expert_tp // layout.tp))
-    changes: dict[str, Any] = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    changes = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
     changes |= {"tie_word_embeddings": tied, "vocab_size": vocabulary}
     check(config_of(family, format, **changes), layout, format)
 
 
-def test_rows_of_several_blocks() -> None:
-    """The matrix keeps rows short, because rounding to FP8 is slow on hosts. Here the last block of
-    a row is cut.
-    """
-    changes = {"num_hidden_layers": 1, "hidden_size": 192, "num_experts": 2}
-    check(
-        config_of("qwen3_moe", Format.fp8_block, **changes),
-        Layout(tp=4, ep=2, etp=4, dp=2),
-        Format.fp8_block,
-    )
+# the matrix keeps rows short, because rounding to FP8 is slow on hosts: here the last block is cut
+LONG_ROWS = config_of(
+    "qwen3_moe", Format.fp8_block, num_hidden_layers=1, hidden_size=192, num_experts=2
+)
+FEW_GROUPS = hf_config("qwen2", num_key_value_heads=2)
+BIASES = hf_config("llama", attention_bias=True, mlp_bias=True)
+MORE = {
+    "rows of several blocks": (LONG_ROWS, Layout(tp=4, ep=2, etp=4, dp=2), Format.fp8_block),
+    "more ranks than query groups": (FEW_GROUPS, Layout(tp=4), Format.none),
+    "more ranks than query groups, INT8": (FEW_GROUPS, Layout(tp=4), Format.int8),
+    "biases everywhere": (BIASES, Layout(tp=2, pp=2), Format.int8),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_odd_models(case: str) -> None:
+    check(*MORE[case])
 
 
 def test_blocks_that_straddle_a_shard_are_refused() -> None:
@@ -135,18 +142,9 @@ def test_blocks_that_straddle_a_shard_are_refused() -> None:
         run_sources(random_hf(shape), shape, Layout(tp=2), Format.fp8_block)
 
 
-@pytest.mark.parametrize("format", [Format.none, Format.int8])
-def test_more_ranks_than_query_groups(format: Format) -> None:
-    check(hf_config("qwen2", num_key_value_heads=2), Layout(tp=4), format)
-
-
 @pytest.mark.parametrize("format", [Format.none, Format.int8, Format.fp8])
 def test_replicas_and_fp32_learners(format: Format) -> None:
     check(hf_config("qwen3"), Layout(tp=2, dp=2), format, torch.float32)
-
-
-def test_biases_everywhere() -> None:
-    check(hf_config("llama", attention_bias=True, mlp_bias=True), Layout(tp=2, pp=2), Format.int8)
 
 
 def test_a_diverged_shard_is_named_and_does_not_hang() -> None:
@@ -156,7 +154,6 @@ def test_a_diverged_shard_is_named_and_does_not_hang() -> None:
     hf[name][3, -1] = float("nan")  # on the last rank alone
     sources, _ = run_sources(hf, shape, Layout(tp=2), Format.int8)
     assert sources[0].failure is None
-    assert sources[1].failure is not None
     assert name in sources[1].failure
 
 

@@ -45,23 +45,6 @@ def test_the_learner_s_arithmetic_has_its_share() -> None:
     assert noise_budget(NOISE, Format.int8, Numerics.fp32).nats == twice.nats
 
 
-# measured: INT8 of the learner's own weights, outliers by tools/outliers.py (docs/weight_sync.md)
-# hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
-OUTLIERS = {
-    (256, 4, 16): (0.024, 7.7, 11.3),
-    (256, 4, 32): (0.046, 14.5, 21.8),
-    (256, 4, 64): (0.082, 25.6, 39.2),
-    (640, 6, 32): (0.139, 19.9, 31.1),
-    (128, 2, 64): (0.374, 29.2, 52.5),
-}
-
-
-@pytest.mark.parametrize(("nats", "bf16", "fp32"), OUTLIERS.values())
-def test_outliers_alone_do_not_end_a_run_in_int8(nats: float, bf16: float, fp32: float) -> None:
-    assert nats <= noise_budget(nats / bf16, Format.int8, Numerics.bf16).end
-    assert nats <= noise_budget(nats / fp32, Format.int8, Numerics.fp32).end
-
-
 @pytest.mark.parametrize("noise", [0.0015, 0.003, 0.03])
 def test_the_least_that_one_wrong_matrix_made_is_beyond_the_end(noise: float) -> None:
     assert 88 * noise > noise_budget(noise, Format.int8, Numerics.bf16).end

@@ -67,7 +67,7 @@ class Fleet(Receiver):
 def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room: list[int] = []  # asked for
+    room = []  # asked for
     monkeypatch.setattr(SyncDir, "require_free", lambda _, nbytes: room.append(nbytes))
     formats = [Format.int8, Format.none, Format.int8]
     client = Fleet()

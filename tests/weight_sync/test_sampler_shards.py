@@ -53,7 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(Path(__file__).with_name("loader_rank.py"))]
-    ranks: list[Process] = []
+    ranks = []
     for rank in range(2):
         # names that differ keep vLLM from sharing memory between the two, which would outlive them
         env["VLLM_DIST_IDENT"] = f"shards{rank}"

@@ -41,7 +41,7 @@ def test_a_side_stream_gets_tensors_that_home_has_made(monkeypatch: pytest.Monke
     """Stand-ins for streams write down what is asked of them. The last tensor is drained: the
     sender has failed.
     """
-    log: list[str] = []
+    log = []
 
     def a_stream(name: str) -> SimpleNamespace:
         return SimpleNamespace(

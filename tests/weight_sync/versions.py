@@ -20,7 +20,7 @@ def write_chain(
     **how: Any,
 ) -> list[Written]:
     """Write versions one after the other: with `sent` each is a patch of the one before."""
-    written: list[Written] = []
+    written = []
     for version, tensors in enumerate(versions, start=first):
         base = version - 1 if sent and written else None
         pairs = tensors.items()

@@ -68,7 +68,7 @@ def run_case(rank: int, family: str, layout: Layout, everywhere: bool) -> dict[s
 
 def run_rank(rank: int, rendezvous: str) -> dict[str, Any]:
     meet(rank, rendezvous)
-    found: dict[str, Any] = {}
+    found = {}
     for name, (family, layout) in CASES.items():
         for everywhere in (False, True):
             found[f"{name} {everywhere}"] = run_case(rank, family, layout, everywhere)
