@@ -44,15 +44,15 @@ def kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_rank(rank: int, rendezvous: str, folder: str, victim: str) -> dict[str, Any]:
+def run_rank(rank: int, rendezvous: str, folder: str, victim: int) -> dict[str, Any]:
     """Two versions; the victim does not live to see the second."""
     sync, _, receiver = join_pair(rank, rendezvous, folder)
     sync.push(1)
-    if rank == int(victim) == 0:
+    if rank == victim == 0:
         source.full_tensors = when_some_are_written(
             version_directory(sync.transport.directory, 2), kill_myself
         )
-    elif rank == int(victim):
+    elif rank == victim:
         source.gather = lambda *arguments: kill_myself()
     message = error_of(sync, 2)
     sync.close()

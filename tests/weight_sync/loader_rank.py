@@ -1,15 +1,14 @@
 """One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner
 wrote.
 
-`python loader_rank.py RANK FOLDER CASES_JSON` writes FOLDER/rank<RANK>.json: per case, the
-parameters that differ from the rank's share of the original tensors, how many were compared, and
-the bytes that were read, of how many in all.
+Returned per case: the parameters that differ from the rank's share of the original tensors, how
+many were compared, and the bytes that were read, of how many in all.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,9 @@ def experts_share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch
     return torch.stack(experts)
 
 
-def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
+def load(case: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
+    folder = Path(rendezvous).with_name(f"files{rank}")
+    folder.mkdir(exist_ok=True)
     format = Format(case["format"])
     config = model_config(case)
     shape = ModelShape.from_hf(config)
@@ -141,7 +142,7 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     )
     vllm_config = arguments.create_engine_config()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.bfloat16):
-        join(rank, folder)
+        join(rank, rendezvous)
         try:
             model = initialize_model(vllm_config)
         except ValueError as error:
@@ -192,20 +193,15 @@ class Poisoned(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def join(rank: int, folder: Path) -> None:
+def join(rank: int, rendezvous: str) -> None:
     if not torch.distributed.is_initialized():
-        init_distributed_environment(RANKS, rank, f"file://{folder.parent}/meeting", rank, "gloo")
+        init_distributed_environment(RANKS, rank, f"file://{rendezvous}", rank, "gloo")
         initialize_model_parallel(RANKS, backend="gloo")
 
 
-def main(rank: int, folder: Path, cases: list[dict[str, Any]]) -> None:
+def run_rank(rank: int, rendezvous: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     engine_shards.SMALL = 1  # the smallest tensors are cut, too
-    own = folder / f"rank{rank}"
-    own.mkdir()
-    found = [load(case, own, rank) for case in cases]
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    # names that differ keep vLLM from sharing memory between the two, which would outlive them
+    os.environ |= {"VLLM_DIST_IDENT": f"shards{rank}", "GLOO_SOCKET_IFNAME": "lo"}
+    return [load(case, rank, rendezvous) for case in cases]

@@ -1,7 +1,7 @@
-"""Running one function as each of two ranks, each in a process of its own.
+"""The `run_rank` of a module as each of two ranks, each in a process of its own.
 
-`python spawned.py MODULE FUNCTION ARGUMENTS_JSON OUT` is one of them: what the function returns is
-written to OUT.
+`python spawned.py MODULE ARGUMENTS_JSON OUT` is one of them: what the function returns is written
+to OUT.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,19 @@ TIMEOUT_S = 240.0
 
 
 def run_ranks(
-    run_rank: Callable[..., Any], folder: Path, *arguments: Any
+    module: str, folder: Path, *arguments: Any, kind: str = "torch"
 ) -> tuple[list[Any], list[Any]]:
     """Exit codes, None where a rank did not end in time and was killed; and what each returned,
     None where it died.
 
     `run_rank` is called with its rank and a file to meet at, then `arguments`.
     """
-    program = [sys.executable, __file__, run_rank.__module__, run_rank.__name__]
     outs = [folder / f"rank{rank}.json" for rank in range(2)]
-    given = [json.dumps([rank, str(folder / "store"), *map(str, arguments)]) for rank in range(2)]
-    processes = [
-        Process("torch", [*program, own, out], stdin=subprocess.DEVNULL)
-        for own, out in zip(given, outs, strict=True)
-    ]
+    processes = []
+    for rank, out in enumerate(outs):
+        given = json.dumps([rank, folder / "store", *arguments], default=str)
+        program = [sys.executable, __file__, module, given, out]
+        processes.append(Process(kind, program, stdin=subprocess.DEVNULL))
     codes = [_code(process) for process in processes]
     for process in processes:
         process.kill()
@@ -49,6 +47,6 @@ def _code(process: Process) -> int | None:
 
 
 if __name__ == "__main__":
-    found = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(*json.loads(sys.argv[3]))
-    Path(sys.argv[4]).write_text(json.dumps(found))
+    found = importlib.import_module(sys.argv[1]).run_rank(*json.loads(sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(found))
     os._exit(0)  # the process group of a dead rank cannot be taken down in good order

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_rank import run_rank
 from spawned import TIMEOUT_S, run_ranks
 
 from megatron_rl.weight_sync.file_transport import GRACE_S, SyncDir
@@ -24,7 +23,7 @@ VERSION_KIB = 900  # of the model that is sent
 @pytest.mark.parametrize("victim", [0, 1], ids=["the_writer", "another_rank"])
 def test_a_rank_killed_in_mid_write_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "sync"
-    codes, results = run_ranks(run_rank, tmp_path, folder, victim)
+    codes, results = run_ranks("fault_rank", tmp_path, folder, victim)
     assert codes == ([-9, 0] if victim == 0 else [0, -9])
     survivor = results[1 - victim]
     assert "another rank" in survivor["message"]

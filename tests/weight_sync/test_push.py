@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import NAME, Receiver, Weights, run_rank, sync_of
+from push_rank import NAME, Receiver, Weights, sync_of
 from spawned import run_ranks
 
 from megatron_rl.config.schema import Format
@@ -21,7 +21,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 @pytest.mark.ranks
 @pytest.mark.fault("one of two ranks' versions is refused", "both ranks send it again")
 def test_two_ranks(tmp_path: Path) -> None:
-    codes, (driver, other) = run_ranks(run_rank, tmp_path, tmp_path / "sync")
+    codes, (driver, other) = run_ranks("push_rank", tmp_path, tmp_path / "sync")
     assert codes == [0, 0]
     assert driver["equal"]
     assert driver["calls"] == ["init", "start", "update", "finish 3"]

@@ -7,17 +7,11 @@ not every host has; vLLM's quantized layers of experts need one that no host has
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from preloaded import Process
+from spawned import run_ranks
 
-ROOT = Path(__file__).parents[2]
 CASES = [
     # a mixture first: vLLM makes the groups of experts for such models only, and groups are made
     # once
@@ -32,44 +26,16 @@ CASES = [
     {"family": "mixtral", "format": "none", "tied": True},
     {"family": "ernie4_5", "format": "int8", "tied": True},
     {"family": "phi3", "format": "int8", "tied": False},
-    {
-        "family": "qwen2",
-        "format": "int8",
-        "tied": False,
-        "num_key_value_heads": 1,
-    },  # both ranks have a copy
+    # both ranks have a copy
+    {"family": "qwen2", "format": "int8", "tied": False, "num_key_value_heads": 1},
 ]
-TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("shards")
-    here = [str(ROOT / "tests" / "weight_sync"), str(ROOT)]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(here),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(Path(__file__).with_name("loader_rank.py"))]
-    ranks = []
-    for rank in range(2):
-        # names that differ keep vLLM from sharing memory between the two, which would outlive them
-        env["VLLM_DIST_IDENT"] = f"shards{rank}"
-        with (folder / f"rank{rank}.log").open("w") as log:
-            arguments = [*command, str(rank), str(folder), json.dumps(CASES)]
-            ranks.append(Process("vllm", arguments, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join(
-        (folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2)
-    )
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    codes, ranks = run_ranks("loader_rank", tmp_path_factory.mktemp("shards"), CASES, kind="vllm")
+    assert codes == [0, 0]
+    return ranks
 
 
 @pytest.mark.engine
