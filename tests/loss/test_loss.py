@@ -471,7 +471,8 @@ class TestCovariance:
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         prox_BT = -torch.rand(12, 10, generator=generator) * 6
-        advantages_B = torch.randn(12, generator=generator)
+        # a mean at which a masked token, filled with zeros, would have a covariance of 1.6
+        advantages_B = torch.randn(12, generator=generator) - 1.0
         mask_BT = torch.rand(12, 10, generator=generator) > 0.3
         return prox_BT, advantages_B, mask_BT
 
