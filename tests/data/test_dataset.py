@@ -2,14 +2,13 @@
 contradict each other.
 """
 
-import json
 import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import refusal
+from helpers import refusal, write_lines
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
@@ -26,8 +25,12 @@ def written(path: Path, rows: list[dict]) -> str:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, rows)
     return str(path)
+
+
+def sums(count: int) -> list[dict]:
+    return [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(count)]
 
 
 def loaded(
@@ -121,7 +124,7 @@ def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer, suffix: str) -> N
     "rows are changed, shuffled, cut off or added", "the data set has another checksum"
 )
 def test_other_rows_have_another_checksum(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
+    rows = sums(6)
     changed = [
         rows[:-1],
         rows[::-1],
@@ -139,7 +142,7 @@ def test_other_rows_have_another_checksum(tmp_path: Path, tokenizer: FolderToken
 
 
 def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
+    rows = sums(6)
     for number, half in enumerate((rows[:3], rows[3:])):
         written(tmp_path / "hub" / "data" / f"train-0000{number}-of-00002-ab12.parquet", half)
     assert [one.answer for one in loaded(tokenizer, str(tmp_path / "hub")).prompts] == list(
@@ -188,7 +191,7 @@ def test_several_files_take_turns_as_their_weights_say(
 def test_a_large_data_set_is_read_when_it_is_drawn(
     tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(20_000)]
+    rows = sums(20_000)
     rows[123] = {"prompt": "1" * 60 + "=", "answer": "0"}
     path = written(tmp_path / f"rows{suffix}", [*rows, rows[5]])
     whole = loaded(tokenizer, path, long_prompts=LongPrompts.drop)
@@ -201,7 +204,7 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
     drawn = (PromptOrder(one, seed=1).take(300) for one in (whole, found))
     assert next(drawn) == next(drawn)
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40, but 1 of"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40"):
         loaded(tokenizer, path)
     joined = loaded(
         tokenizer, {path: 1.0, written(tmp_path / "more.jsonl", rows[:3]): 1.0}, long_prompts="drop"
@@ -209,15 +212,17 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert joined.prompts[19_999].text == "0+1=" and len(joined) == 20_002
 
 
-def test_what_a_template_adds_counts_in_a_large_data_set(
-    tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_what_a_template_adds_counts(
+    tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(datasets, "AT_ONCE", 1)
+    monkeypatch.setattr(datasets, "AT_ONCE", at_once)
     path = written(
         tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)]
     )
-    assert loaded(tokenizer, path, template={}, long_prompts="drop").too_long == 1
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40, but 1 of"):
+    found = loaded(tokenizer, path, template={}, long_prompts="drop")
+    assert (len(found), found.too_long) == (2, 1)
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40.*has 41 tokens"):
         loaded(tokenizer, path, template={})
 
 
@@ -260,17 +265,6 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: FolderTokeniz
     )
 
 
-def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 37 + "+1=", "answer": "2"}]
-    path = written(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 39.*has 40 tokens"):
-        load_dataset("train", DataSection(train=path), tokenizer, 39)
-    dataset = load_dataset(
-        "train", DataSection(train=path, long_prompts=LongPrompts.drop), tokenizer, 39
-    )
-    assert (len(dataset), dataset.too_long) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -300,19 +294,15 @@ def test_what_is_no_tokenizer_or_has_no_template_is_named(tmp_path: Path) -> Non
 
 
 def test_the_order_resumes_from_its_position(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(90)]
-    dataset = loaded(tokenizer, written(tmp_path / "rows.jsonl", rows))
+    dataset = loaded(tokenizer, written(tmp_path / "rows.jsonl", sums(90)))
     whole = PromptOrder(dataset, seed=3)
-    taken = whole.take(70) + whole.take(70)
+    taken = whole.take(70) + whole.take(110)
     resumed = PromptOrder(dataset, seed=3, position=70)
-    assert resumed.take(70) == taken[70:]
-    assert resumed.position == whole.position == 140
+    assert resumed.take(110) == taken[70:]
+    assert resumed.position == whole.position == 180
     first = taken[:90]
-    second = [*taken[90:], *whole.take(40)]
-    assert (
-        {prompt.id for prompt in first}
-        == {prompt.id for prompt in second}
-        == {p.id for p in dataset.prompts}
-    )
+    second = taken[90:]
+    for epoch in (first, second):
+        assert {prompt.id for prompt in epoch} == set(range(90))
     assert first != second
     assert PromptOrder(dataset, seed=4).take(90) != first

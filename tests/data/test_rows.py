@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import refusal
+from helpers import refusal, write_lines
 
 from megatron_rl.config.schema import DataSection
 from megatron_rl.data.prompts import FolderTokenizer, load_dataset
@@ -120,8 +120,7 @@ def test_parquet_rows_are_as_json_has_them(tmp_path: Path) -> None:
 
 
 def load(path: Path, rows: list[dict], tokenizer: FolderTokenizer, **keys: str) -> list[dict]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataSection(train=str(path), **keys)
+    data = DataSection(train=str(write_lines(path, rows)), **keys)
     found = load_dataset("train", data, tokenizer, 8, needs_answer=True)
     return [dict(one.row) for one in found.prompts]
 
