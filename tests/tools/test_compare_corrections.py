@@ -1,5 +1,4 @@
-"""Comparing corrections: the runs that are started, what a failure and Ctrl-C do, one report of
-all.
+"""Comparisons of corrections and grids: their runs, failures, signals and reports.
 
 The trainer is a stand-in that writes a run directory with the real Recorder.
 """
@@ -61,7 +60,7 @@ def place(empty, handlers, monkeypatch):
 
 @pytest.fixture
 def compare(place, capfd):
-    """What the tool says of runs below runs/ whose trainer is the stand-in."""
+    """Output of the tool, for runs below runs/ whose trainer is the stand-in."""
 
     def compare(*words: str, status: int = 0, recipe: str = "recipe.yaml") -> str:
         capfd.readouterr()
@@ -145,7 +144,7 @@ def test_a_grid_goes_on_where_it_stands(run_grid, place, grid_file):
 
 @pytest.fixture
 def model(place, monkeypatch):
-    """What the stand-in leaves of a warm start: weights of the toy."""
+    """Weights that the stand-in leaves after a warm start."""
     write_toy(place / "toy")
     config = AutoConfig.from_pretrained(place / "toy" / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(place / "model")
@@ -205,9 +204,7 @@ def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
 
 
 def started(place, *corrections, at_once=1):
-    """The tool as a process whose first runs have each written a line, and these runs'
-    directories.
-    """
+    """Return the tool's process and its first runs' folders, once each holds a line."""
     code = "import sys, compare_corrections as it; sys.exit(it.main(sys.argv[1:], [sys.executable, 'trainer.py']))"
     words = ["recipe.yaml", "--root", "runs", "--corrections", *corrections, f"--jobs={at_once}"]
     command = [sys.executable, "-c", code, *words]
@@ -278,7 +275,7 @@ def test_a_killed_comparison_leaves_no_run(place):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["--corrections", "none", "tiss"], "correction is tiss: "),
+        (["--corrections", "none", "tiss"], "tiss"),
         (["--corrections", "tis", "optim.lr=0"], "optim.lr is 0"),
         (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed is -3"),
         (["--corrections", "tis", "data.train=nope.jsonl"], "'nope.jsonl'"),

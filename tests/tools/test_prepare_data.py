@@ -1,6 +1,4 @@
-"""tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is
-wrong is named.
-"""
+"""Published tables, generated tasks and pass rates in one schema; errors name their row."""
 
 import json
 from pathlib import Path
@@ -53,25 +51,13 @@ TABLES = {  # kind: rows as published, and what becomes of them
                 "type": "Algebra",
                 "solution": "First $\\boxed{1}$, so it is $\\boxed{\\frac{\\sqrt{3}}{2}}$.",
             },
-            {
-                "problem": "y?",
-                "level": "Level 1",
-                "type": "Algebra",
-                "solution": "It is $\\boxed 5$.",
-            },
+            {"problem": "y?", "solution": "It is $\\boxed 5$."},
             {"problem": "z?", "solution": r"So \boxed{\left\{ x \right.} or \}."},
         ],
         [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5"), ("z?", r"\left\{ x \right.")],
     ),
     "math500": (
-        [
-            {
-                "problem": "x?",
-                "solution": "So $\\boxed{9}$.",
-                "answer": "9",
-                "unique_id": "test/1.json",
-            }
-        ],
+        [{"problem": "x?", "solution": "So $\\boxed{8}$.", "answer": "9"}],
         [("x?", "9")],
     ),
     "deepscaler": (

@@ -16,9 +16,8 @@ from subprocess import DEVNULL
 from typing import IO, Any
 
 import pytest
-import torch
 from helpers import hf_shapes
-from models import config_of, content, convert, done, fails, made, tensors_of
+from models import config_of, content, convert, done, fails, made
 from preloaded import Process
 
 from megatron_rl.models.hf_folder import make_header
@@ -107,19 +106,6 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
     assert content(source) == before
     assert not partial_of(tmp_path / "out").exists()
-
-
-def test_what_a_kill_has_left(tmp_path: Path) -> None:
-    source = made(tmp_path / "hf", config_of("llama"))
-    target = tmp_path / "out"
-    left = partial_of(target)
-    left.mkdir()
-    (left / "weights.distcp").write_bytes(b"torn")
-    done("import", source, target)
-    assert not left.exists()
-    done("export", target, tmp_path / "back")
-    for name, tensor in tensors_of(source).items():
-        assert torch.equal(tensors_of(tmp_path / "back")[name], tensor)
 
 
 @pytest.mark.fault(

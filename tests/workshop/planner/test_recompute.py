@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from megatron_rl import cli
 from megatron_rl.config import cluster, load
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config, Recompute
@@ -108,14 +107,3 @@ def test_what_is_set_by_hand_comes_first(words: list[str], fields: dict[str, Any
     config = load(ONE_GPU, [f"learner.{word}" for word in words])
     assert decided(config, named("1x1xL4-8")) == (config, "")
     assert config.learner.transformer == fields
-
-
-def test_plan_and_dry_run_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*words: str) -> str:
-        assert cli.main([words[0], str(ONE_GPU), *words[1:]]) == 0
-        return capsys.readouterr().out
-
-    found = said("train", "--dry-run", "--on", "1x1xH100-80")
-    assert "learner.recompute=auto: none, with 37." in found
-    small = ("--on", "1x1xH100-24", "sampler.vllm.gpu_memory_utilization=0.3")
-    assert " of 28 layers, with " in said("plan", *small)

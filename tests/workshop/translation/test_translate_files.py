@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import Command
 from translation_cases import ALL
 
-from megatron_rl import cli
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.correction_rules import check_correction, check_objective
 from megatron_rl.config.plain_yaml import write_yaml
@@ -156,23 +156,20 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_recipe_s_section(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """From a file or standard input, with another spelling of the project's name."""
+    """From standard input, with another spelling of the project's name."""
     monkeypatch.setattr(
         "sys.stdin", io.StringIO("loss_fn: {use_importance_sampling_correction: true}")
     )
-    assert cli.main(["translate", "NeMo-RL", "-"]) == 0
-    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "ours.yaml").write_text(command("translate", "NeMo-RL", "-"))
     assert load(tmp_path / "ours.yaml").correction.weight.high is None
 
 
-def test_the_command_on_a_missing_and_an_empty_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    for name in ("", "bytes.yaml", "none.yaml"):
-        assert cli.main(["translate", "verl", str(tmp_path / name)]) == 2
-    (tmp_path / "empty.yaml").touch()
-    assert cli.main(["translate", "verl", str(tmp_path / "empty.yaml")]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["correction"]["weight"]["level"] == "none"
+def test_the_command_on_bytes_and_an_empty_file(tmp_path: Path, command: Command) -> None:
+    source = tmp_path / "theirs.yaml"
+    source.write_bytes(b"\xff\xfe\x00")
+    assert "theirs.yaml" in command("translate", "verl", source, status=2)
+    source.write_bytes(b"")
+    section = yaml.safe_load(command("translate", "verl", source))["correction"]
+    assert section["weight"]["level"] == "none"
