@@ -1,4 +1,4 @@
-"""What is wrong with a fleet's keys is said before anything starts: key, value, way out."""
+"""Mistakes in a fleet's keys, refused before anything starts."""
 
 from dataclasses import replace
 

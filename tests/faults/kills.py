@@ -87,9 +87,7 @@ def strike(
 
 
 def unkept(box: Box, moment: Moment) -> list[str]:
-    """What a run that was asked to end has not done: say so, and keep the state after its last
-    step.
-    """
+    """Omissions of a run that was asked to end: no word of it, or no state of its last step."""
     status = box.status()
     kept = steps(box.run / "checkpoints")
     if moment.victim not in ("TERM", "USR1") or status["state"] == "finished":
@@ -137,9 +135,7 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:
-    """What is not the same in two runs: lines of metrics (times aside), the ledger, the weights'
-    bytes.
-    """
+    """Differences of two runs: metrics (times aside), ledger, bytes of the weights."""
     found = []
     mine, theirs = (lines(each / "metrics.jsonl") for each in (run, undisturbed))
     if len(mine) != len(theirs):
@@ -157,7 +153,7 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
 
 
 def repeated(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What is the same in two runs that are the same: no times."""
+    """Keys that are equal in two equal runs: no times."""
     return [
         key
         for key in sorted(one.keys() | other.keys())

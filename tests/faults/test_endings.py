@@ -1,5 +1,5 @@
-"""However a whole run ends: status.json is true, the last line on the screen is the reason, the one
-above says why.
+"""Ends of whole runs: status.json is true, the last line on the screen is the reason, the one above
+the cause.
 """
 
 import json

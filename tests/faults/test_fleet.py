@@ -57,9 +57,7 @@ def ends_well(box: Box, run: subprocess.Popen[str]) -> None:
 
 
 def serve(box: Box, *words: str, port: int | None = None) -> tuple[subprocess.Popen[str], int]:
-    """Who started a server, with room for 1024 files, and the port of the server, once it is
-    ready.
-    """
+    """Start a server with room for 1024 files; return its starter and its port once it is ready."""
     port = port or free_port()
     box.env["MEGATRON_RL_FLEET_KEY"] = KEY
     limit = "import resource, subprocess, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "

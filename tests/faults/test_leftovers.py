@@ -1,5 +1,5 @@
-"""What is left of a run, in the temporary folder and in shared memory: nothing, or nothing after
-the next start.
+"""Leftovers of a run in the temporary folder and in shared memory: none, or none after the next
+start.
 """
 
 import ctypes

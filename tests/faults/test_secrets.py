@@ -1,6 +1,4 @@
-"""Where a whole run's keys are: in the environment of the launcher and of rank 0, and nowhere
-else.
-"""
+"""Keys of a whole run: in the environment of the launcher and of rank 0, and nowhere else."""
 
 import os
 import signal
@@ -36,9 +34,7 @@ def holders(folder: Path) -> list[str]:
 
 
 def told(process: psutil.Process) -> tuple[bool, set[str]]:
-    """Whether a process shows a canary in its arguments, and the names of the keys in its
-    environment.
-    """
+    """Canary among a process's arguments, and the names of the keys in its environment."""
     return CANARY in " ".join(process.cmdline()), {
         name for name, value in process.environ().items() if value.startswith(CANARY)
     }

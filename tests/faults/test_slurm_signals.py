@@ -1,4 +1,4 @@
-"""What a scheduler sends, on a cluster made for the occasion; a rank that is killed there; Ctrl-C
+"""Signals of a scheduler, on a cluster made for the occasion; a rank that is killed there; Ctrl-C
 of the rehearsal.
 """
 

@@ -1,4 +1,4 @@
-"""What the dry run says: advice that fits, the correction as it is, and what may surprise."""
+"""Notes and advice of the dry run."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""What a dry run says of the data, the reward and the run's directory, and a start refuses:
-docs/own_task.md.
-"""
+"""Data, reward and run directory in a dry run and at a start: docs/own_task.md."""
 
 import json
 import socket

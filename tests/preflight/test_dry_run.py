@@ -1,6 +1,4 @@
-"""What learner and engine would refuse later, and machines that are only named: found by the dry
-run, all at once.
-"""
+"""Dry runs: late refusals of learner and engine, and machines that are only named."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is refused before an engine starts, each with the key, the value and a way out."""
+"""Refusals before an engine starts, each with the key, the value and a way out."""
 
 import pytest
 from simulated import hf_config

@@ -94,8 +94,8 @@ def test_what_may_be_handed_over(command: Command, override: str) -> None:
 
 
 def test_the_sources_are_the_packages() -> None:
-    """What is read from source is what the classes have; vLLM's own import takes seconds, so its
-    file stands for it.
+    """Fields read from source are those of the classes; vLLM is read alone, as its import takes
+    seconds.
     """
     from dataclasses import fields
 

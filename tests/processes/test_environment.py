@@ -1,4 +1,4 @@
-"""What a process of a run is told by its environment, and where compiled code may lie."""
+"""Environment variables of a run's processes, and the folder of compiled code."""
 
 import os
 from pathlib import Path

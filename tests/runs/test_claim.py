@@ -1,6 +1,4 @@
-"""Who may have a run directory: one live run, whatever is started beside it, and afterwards the
-next.
-"""
+"""Ownership of a run directory: one live run at a time, then the next."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a person sees: one plain line per step, or a live table on a terminal."""
+"""Console output: one plain line per step, or a live table on a terminal."""
 
 import math
 import os

@@ -1,6 +1,4 @@
-"""What a run leaves behind: strict JSON, refusal and archives, how it ended, rollouts, W&B
-offline.
-"""
+"""Records of a run: strict JSON, archives, its end, rollouts, W&B offline."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Who was at work when: what is written of a run, and what a chart shows of it."""
+"""Timeline of a run: recorded spans, and the chart's share of them."""
 
 from pathlib import Path
 

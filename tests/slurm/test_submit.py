@@ -255,9 +255,7 @@ def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
 
 
 def on_nodes(site: Site) -> None:
-    """What a batch script finds on a node: `srun` runs what is for this node alone, and keeps the
-    rest to itself.
-    """
+    """Stand-ins of a node: `srun` runs the work of this node alone, and records the rest."""
     answers = f"said = ' '.join(sys.argv[1:])\nprint(next(text for words, text in {NODES!r}.items() if words in said))"
     site.stand_in("scontrol", then=answers)
     site.stand_in("squeue", then="print('7.0 servers')")

@@ -1,4 +1,4 @@
-"""Which end of an attempt is followed by another one."""
+"""Further attempts after the end of one."""
 
 from dataclasses import replace
 from pathlib import Path
