@@ -50,8 +50,10 @@ def moments(seed: int, count: int) -> list[Moment]:
     """Ascending in the run, so that each attempt gets there; the last step is left to the end."""
     choice = random.Random(seed)
     lines = sorted(choice.randrange(STEPS - 1) for _ in range(count))
-    start = [Moment(choice.choice(VICTIMS), line, choice.uniform(0, 1.5)) for line in lines]
-    return [Moment(m.victim, m.line, m.delay_s if m.line else choice.uniform(0, 30)) for m in start]
+    return [
+        Moment(choice.choice(VICTIMS), line, choice.uniform(0, 1.5 if line else 30))
+        for line in lines
+    ]
 
 
 def strike(
@@ -92,11 +94,9 @@ def unkept(box: Box, moment: Moment) -> list[str]:
     kept = steps(box.run / "checkpoints")
     if moment.victim not in ("TERM", "USR1") or status["state"] == "finished":
         return []
-    found = (
-        []
-        if status["state"] == "stopped"
-        else [f"the run is {status['state']}: {status.get('reason')}"]
-    )
+    found = []
+    if status["state"] != "stopped":
+        found.append(f"the run is {status['state']}: {status.get('reason')}")
     if moment.line and (status.get("step") or 0) > max(kept, default=0):
         found.append(
             f"checkpoints of steps {kept} after step {status.get('step')}: {status.get('reason')}"
@@ -126,10 +126,7 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
         "everything": list(found),
         "engine": engines,
         "reward worker": [pid for pid, words in found.items() if "rewards.worker" in words],
-        "launcher": [launcher],
-        "TERM": [launcher],
-        "USR1": [launcher],
-    }[victim]
+    }.get(victim, [launcher])
     number = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}.get(victim, signal.SIGKILL)
     return [(pid, number) for pid in chosen]
 

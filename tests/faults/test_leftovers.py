@@ -7,10 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from box import ROOT, Box
-from helpers import wait_for
-
-from megatron_rl.processes.process import free_port
+from box import Box
 
 SHARED = Path("/dev/shm")
 START_S = 300
@@ -73,20 +70,3 @@ def test_a_killed_driver(box: Box) -> None:
     assert launcher.wait(START_S) != 0
     box.until_over()
     left_nothing(box)
-
-
-@pytest.mark.fault(
-    "kill -9 of `megatron-rl serve`", "its server ends, and the next start clears its folder"
-)
-def test_a_killed_server(box: Box) -> None:
-    box.env["MEGATRON_RL_FLEET_KEY"] = "k" * 40
-    serve = box.start(
-        "serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port())
-    )
-    wait_for(lambda: box.processes("megatron_rl.engine.server"), "the server")
-    wait_for(lambda: "ready: " in box.screen, "its engine")
-    serve.kill()
-    box.until_over()
-    settings = ("run.steps=1", "rollout.samples_per_prompt=1")
-    assert box.train(*settings, recipe="toy_sft.yaml").wait(START_S) == 0, box.screen
-    box.left_nothing()

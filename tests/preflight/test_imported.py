@@ -103,12 +103,3 @@ def test_shapes_that_lie(imported: Path, command: Command, key: str, word: str) 
     assert re.search(word, said)
     with pytest.raises(ConfigError, match=word):
         check_served(ModelSection(str(imported)))
-
-
-@pytest.mark.fault(
-    "the index of an imported checkpoint would run code", "a dry run says so, and nothing runs"
-)
-def test_an_index_that_executes(imported: Path, command: Command) -> None:
-    (imported / ".metadata").write_bytes(b"cos\nsystem\n(Vtouch executed\ntR.")
-    assert "refers to os.system" in command.refused(*STARTS)
-    assert not Path("executed").exists()

@@ -23,7 +23,6 @@ from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.disk import RecordLost
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
-from megatron_rl.runs.record import describe_contents
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
@@ -195,15 +194,6 @@ def test_wandb_out_of_reach(run_folder: Path, monkeypatch: pytest.MonkeyPatch, m
     (file,) = (run_folder / "wandb").glob("offline-run-*/*.wandb")
     assert b"loss/total" in file.read_bytes()
     assert read_status(run_folder)["state"] == "finished"
-
-
-@pytest.mark.fault("a run ends with a model exported", "the last words name it")
-def test_the_summary_names_the_model(run_folder: Path) -> None:
-    run, _ = open_run(run_folder, IfExists.refuse, "run: {name: run}")
-    run.metrics.touch()
-    assert "model/" not in describe_contents(run)
-    run.model.mkdir()
-    assert "model/" in describe_contents(run)
 
 
 @pytest.mark.fault(
