@@ -116,8 +116,6 @@ class Box:
             "recipes/quickstart.yaml",
             "run.name=run",
             *SMALL,
-        ]
-        words += [
             f"run.root={self.folder}/runs",
             f"data.train={toy}/train.jsonl",
             f"data.eval={toy}/test.jsonl",

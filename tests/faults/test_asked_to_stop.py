@@ -119,15 +119,3 @@ def test_a_long_step(box: Box) -> None:
     assert f"of step {made + 1}" in status["reason"], status
     assert f"the state after step {made} is kept" in status["reason"]
     assert checkpoints.steps(box.run / "checkpoints") == [made]
-
-
-@pytest.mark.fault(
-    "USR1 reaches every process of a run",
-    "the engine and the rewards go on until the step is finished",
-)
-def test_usr1_to_everybody(box: Box) -> None:
-    launcher = box.begin(*SETTINGS, steps=2)
-    for process in box.processes():
-        process.send_signal(signal.SIGUSR1)
-    assert launcher.wait(START_S) == 0, box.screen
-    assert (box.run / "model" / "model.safetensors.index.json").exists()

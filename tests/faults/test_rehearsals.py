@@ -183,20 +183,18 @@ def test_a_comparison(place: Box) -> None:
         "1",
         "--root",
         str(runs),
-    ]
-    words += [
         "--slurm",
         "slurm/dapo_int8.sbatch",
         "--sbatch=--gres=none --cpus-per-task=1 --time=01:00:00",
         *SMALL,
         *RUN,
-    ]
-    words += [
         f"model.path={toy}/model",
         f"data.train={toy}/train.jsonl",
         f"data.eval={toy}/test.jsonl",
+        "cluster=1n8g",
+        "run.device=cpu",
+        "sampler.vllm.gpu_memory_utilization=0.3",
     ]
-    words += ["cluster=1n8g", "run.device=cpu", "sampler.vllm.gpu_memory_utilization=0.3"]
     own = {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
     done = place.launch(["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=own).wait(END_S)
     assert done == 0, place.screen

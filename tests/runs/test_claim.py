@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -65,29 +66,25 @@ def holder(run_folder: Path) -> Iterator[Holder]:
 @pytest.mark.parametrize("if_exists", list(IfExists))
 @pytest.mark.parametrize("old", [False, True])
 def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool) -> None:
+    together = threading.Barrier(5)
+
+    def begin(path: Path) -> RunDir | str:
+        together.wait()
+        try:
+            return claim(path, if_exists)[0]
+        except RunDirectoryUsed as error:
+            return str(error)
+
     for number in range(6):
         path = tmp_path / f"run_{number}"
-        kept = list[RunDir]()
-        told = list[str]()
         if old:
             path.mkdir()
             (path / "metrics.jsonl").write_text(STEP_1)
-        together = threading.Barrier(5)
-
-        def begin(path=path, kept=kept, told=told, together=together) -> None:  # type: ignore[no-untyped-def]
-            together.wait()
-            try:
-                kept.append(claim(path, if_exists)[0])
-            except RunDirectoryUsed as error:
-                told.append(str(error))
-
-        threads = [threading.Thread(target=begin) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(kept) == (0 if old and if_exists is IfExists.refuse else 1), told
-        assert len(kept) + len(told) == 5
+        with ThreadPoolExecutor(5) as pool:
+            ended = list(pool.map(begin, [path] * 5))
+        told = [one for one in ended if isinstance(one, str)]
+        kept = len(ended) - len(told)
+        assert kept == (0 if old and if_exists is IfExists.refuse else 1), told
         assert all("run.name" in text for text in told)
         if old:
             archived = [entry.name for entry in tmp_path.glob(f"{path.name}.*")]

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from io import StringIO
 from itertools import chain, repeat
 from pathlib import Path
@@ -26,6 +27,10 @@ METRICS = {
 }
 
 
+def live(steps: int, stream: StringIO) -> console.LiveDisplay:
+    return console.LiveDisplay("quick", steps, Console(file=stream, force_terminal=True, width=100))
+
+
 def test_a_pipe_gets_one_plain_line_per_step():
     stream = StringIO()
     display = console.choose_display("run", 20, stream)
@@ -36,14 +41,13 @@ def test_a_pipe_gets_one_plain_line_per_step():
     assert stream.getvalue() == "step  3/20  reward 0.500  grad nan  1.50 s  left 1m15s\n"
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_a_run_that_may_end_sooner_has_at_most_so_much_left(live: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("display", [console.PlainDisplay, live])
+def test_a_run_that_may_end_sooner_has_at_most_so_much_left(
+    display: Callable[[int, StringIO], console.Display], tmp_path: Path
+) -> None:
     stream = StringIO()
-    terminal = Console(file=stream, force_terminal=True, width=100)
-    display = (
-        console.LiveDisplay("quick", 20, terminal) if live else console.PlainDisplay(20, stream)
-    )
-    with start(tmp_path / "run", display=display, steps=20, sooner=True) as recorder:
+    shown = display(20, stream)
+    with start(tmp_path / "run", display=shown, steps=20, sooner=True) as recorder:
         recorder.log(1, METRICS)
         recorder.log(2, METRICS)
     assert "at most " in stream.getvalue()
@@ -52,7 +56,7 @@ def test_a_run_that_may_end_sooner_has_at_most_so_much_left(live: bool, tmp_path
 
 def test_a_terminal_gets_a_table_and_keeps_the_notes():
     stream = StringIO()
-    display = console.LiveDisplay("quick", 20, Console(file=stream, force_terminal=True, width=100))
+    display = live(20, stream)
     display.phase("rollout")
     display.note("a [bold] note")
     for step in (1, 2):
@@ -77,7 +81,7 @@ def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
         1, 5, {**measured, "rollout/staleness_mean": 0.0}, None
     )
     stream = StringIO()
-    display = console.LiveDisplay("quick", 5, Console(file=stream, force_terminal=True, width=100))
+    display = live(5, stream)
     display.step(1, measured, None)
     display.close()
     assert "3.50e-02 (staleness: 1.5 updates)" in stream.getvalue()

@@ -69,14 +69,13 @@ def test_a_job_trains_under_srun(tmp_path: Path) -> None:
         "slurm/dapo_int8.sbatch",
         "recipes/toy_sft.yaml",
         f"run.root={tmp_path}/runs",
-    ]
-    command += [
         "run.steps=2",
         "rollout.prompts_per_step=64",
         "eval.max_prompts=16",
         f"model.path={toy}/model",
+        f"data.train={toy}/train.jsonl",
+        f"data.eval={toy}/test.jsonl",
     ]
-    command += [f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
     screen = tmp_path / "screen"
     canary = "canary-9c41"
     with screen.open("w") as output:
