@@ -60,21 +60,26 @@ class _Holder:
             self._saved.count(self._kind, self._storage.data_ptr(), self._storage.nbytes(), -1)
 
 
-def static(learner: Learner) -> dict[str, int]:
-    """Weights and gradients in their buffers, and the optimizer's own tensors."""
-    buffers = [
+def buffers(learner: Learner) -> list[Any]:
+    """Megatron-core's buffers of weights and gradients."""
+    return [
         buffer
         for chunk in learner.chunks
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
+
+
+def static(learner: Learner) -> dict[str, int]:
+    """Weights and gradients in their buffers, and the optimizer's own tensors."""
+    held = buffers(learner)
     optimizer = 0
     for each in learner.optimizer.chained_optimizers:
         masters = [one for group in each.shard_fp32_from_float16_groups for one in group]
         moments = [value for state in each.optimizer.state.values() for value in state.values()]
         optimizer += sum(_nbytes(value) for value in (*masters, *moments))
     return {
-        "weights": sum(_nbytes(buffer.param_data) for buffer in buffers),
-        "gradients": sum(_nbytes(buffer.grad_data) for buffer in buffers),
+        "weights": sum(_nbytes(buffer.param_data) for buffer in held),
+        "gradients": sum(_nbytes(buffer.grad_data) for buffer in held),
         "optimizer": optimizer,
     }
 

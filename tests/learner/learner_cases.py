@@ -107,7 +107,8 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_ep2": WHOLE_EXPERTS,
     **{name: LAYOUTS[name] for name in ("tp2_sp", "pp2", "dp2")},
 }
-CP2: dict[str, Any] = {"context_parallel": 2, "tokens_per_microbatch": 80}
+PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
+CP2: dict[str, Any] = {"context_parallel": 2, **PACKS}
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {"cp2": CP2}
 
 
@@ -143,9 +144,8 @@ def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
     random = torch.Generator().manual_seed(seed)
     counts_BT = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32)
     ids = []
-    lengths = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
-    for row, (prompt, response) in enumerate(lengths):
-        for column in range(response):
+    for row, prompt in enumerate(batch.prompt_lengths_B):
+        for column in range(int(batch.response_lengths_B[row])):
             drawn = batch.tokens_BS[row, prompt + column]
             others = torch.randperm(VOCAB, generator=random)[
                 : int(torch.randint(most, (), generator=random))
@@ -305,12 +305,8 @@ def run_ranks(
     out = folder / f"results_{world}.json"
     work.write_text(json.dumps(jobs))
     root = Path(__file__).parents[2]
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("learner_worker.py")),
-        str(work),
-        str(out),
-    ]
+    worker = Path(__file__).with_name("learner_worker.py")
+    command = [sys.executable, str(worker), str(work), str(out)]
     ranks: list[Process] = []
     for rank in range(world):
         place = {
@@ -336,12 +332,29 @@ def run_ranks(
     return json.loads(out.read_text())
 
 
-def run(temporary: Any, one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results by name of jobs for one rank and for two. `temporary`: pytest's folder factory."""
-    return run_ranks(1, one, temporary.mktemp("one_rank")) | run_ranks(
-        2, two, temporary.mktemp("two_ranks")
-    )
+def run(temporary: Any, *jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results by name of jobs for 1, 2 and 4 ranks. `temporary`: pytest's folder factory."""
+    found: dict[str, Any] = {}
+    for ranks, some in zip((1, 2, 4), jobs, strict=False):
+        found |= run_ranks(ranks, some, temporary.mktemp("ranks"))
+    return found
 
 
-def matrix(case: dict[str, Any], key: str = "logprobs") -> torch.Tensor:
-    return torch.tensor(case[key])
+def matrix(case: dict[str, Any] | torch.Tensor, key: str = "logprobs") -> torch.Tensor:
+    return case if isinstance(case, torch.Tensor) else torch.tensor(case[key])
+
+
+def close(
+    found: dict[str, Any] | torch.Tensor,
+    wanted: dict[str, Any] | torch.Tensor,
+    atol: float,
+    key: str = "logprobs",
+    rtol: float = 0.0,
+) -> None:
+    """Compare a matrix of two results."""
+    torch.testing.assert_close(matrix(found, key), matrix(wanted, key), rtol=rtol, atol=atol)
+
+
+def same_steps(found: dict[str, Any], wanted: dict[str, Any], rtol: float, atol: float) -> None:
+    """Compare all metrics of the updates of two results."""
+    torch.testing.assert_close(found["steps"], wanted["steps"], rtol=rtol, atol=atol)

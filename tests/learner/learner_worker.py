@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from device_worker import mixes, whole
 from head_worker import at_a_time, head_memory, heads
-from held_memory import Saved, static
+from held_memory import Saved, buffers, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
-from lora_worker import adapted, merged_twin, write_state
+from lora_worker import adapted, write_state
 from pretended_device import on_device
 from replicas_worker import replicas
 from routing_worker import faulty, mixture, routed
@@ -96,11 +96,16 @@ def build(job: dict[str, Any]) -> Learner:
     head = Precision(job.get("head", "bf16"))
     model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
     made = Learner(model, Sections.of(config), dumps)
-    if "folder" in job:
-        made.load_hf(job["folder"])
-    elif not job.get("reads"):  # a run that goes on loads nothing else
-        made.init_random(7)
+    if not job.get("reads"):  # a run that goes on loads nothing else
+        begin(made, job)
     return made
+
+
+def begin(learner: Learner, job: dict[str, Any]) -> None:
+    if "folder" in job:
+        learner.load_hf(job["folder"])
+    else:
+        learner.init_random(7)
 
 
 def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +118,6 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "logprobs": before_BT.tolist(),
         "after": after_BT.tolist(),
         "steps": steps,
-        "names": sorted(name for name, _ in learner.named_parameters()),
     }
 
 
@@ -129,14 +133,9 @@ def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         learner.make_room()
         learner.make_room()  # a step without a sync
         if learner.offload is not None:
-            buffers = [
-                one
-                for chunk in learner.chunks
-                for one in (*chunk.buffers, *chunk.expert_parallel_buffers)
-            ]
-            assert learner.offload.away and not any(
-                one.grad_data.untyped_storage().size() for one in buffers
-            )
+            grads = [buffer.grad_data for buffer in buffers(learner)]
+            assert learner.offload.away
+            assert not any(grad.untyped_storage().size() for grad in grads)
         assert _digest(learner) == kept[-1], "a checkpoint's bytes"
     return {"steps": found, "kept": exchange(kept), "after": learner.logprobs(batch).tolist()}
 
@@ -342,7 +341,7 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.update(make_targets(batch, torch.zeros(batch.mask_BT.shape)))
     unseen_LNH = learner.take_activation_amax()
     trained_L2 = learner.take_cache_amax()
-    learner.init_random(7)
+    begin(learner, job)
     learner.logprobs(batch)
     cached_L2 = learner.take_cache_amax()
     seen_LNH = learner.take_activation_amax()
@@ -472,7 +471,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         whole,
         mixes,
         adapted,
-        merged_twin,
         routed,
         faulty,
         heads,

@@ -70,16 +70,6 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs of a learner without adapters that loaded the merged weights of another."""
-    batch = make_batch()
-    expected_BT = learner.expected_logprobs(batch)
-    assert expected_BT is not None
-    return {
-        "expected": expected_BT.tolist(),
-    }
-
-
 def write_state(learner: Learner, folder: Path) -> None:
     """A checkpoint's tensors, without what each rank keeps of its own."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,7 @@ import pytest
 import torch
 from routing_worker import routed_batch
 
-# patches the host before megatron is imported
-from megatron_rl.learner.modules.context import (
-    split,
-)
+from megatron_rl.learner.modules.context import split  # before megatron
 
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank  # isort: skip
 
@@ -50,7 +47,6 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
-
     for name, (ranks, hf, layout, more) in CASES.items():
         jobs[ranks].append({"name": name, "layout": layout, "hf": hf, "steps": STEPS, **more})
     for name in {*ALONE.values()}:
@@ -60,40 +56,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     seen = {"kind": "activations", "hf": cases.QWEN3_MOE, "smoothing": 0.5, "kv_cache": "fp8"}
     for ranks, name, layout in ((1, "alone", {}), (2, "cp2", CP2), (4, "cp2_tp2_sp", SP)):
         jobs[ranks].append({"name": f"seen {name}", "layout": layout, **seen})
-    results: dict[str, Any] = {}
-    for ranks, mine in jobs.items():
-        results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp(f"ranks_{ranks}"))
-    return results
+    return cases.run(tmp_path_factory, *jobs.values())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
     here = found[case]
     one = found[f"{ALONE[case]} alone"]
-    torch.testing.assert_close(cases.matrix(here), cases.matrix(one), rtol=0, atol=1e-4)
-    torch.testing.assert_close(
-        cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=1e-3
-    )
+    cases.close(here, one, 1e-4)
+    cases.close(here, one, 1e-3, "after")
     assert (cases.matrix(one, "after") - cases.matrix(one)).abs().max() > 1e-2
-    for ours, theirs in zip(here["steps"], one["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    assert (
-        here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
-    )
-    for name, value in one["steps"][0].items():
-        assert here["steps"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert one["steps"][0]["optim/grad_norm"] > 0
+    cases.same_steps(here, one, rtol=1e-3, atol=1e-5)
+    assert here["steps"][0] == pytest.approx(one["steps"][0], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", ["cp2", "cp2_tp2_sp"])
 def test_what_passes_show_is_seen_on_some_rank(case: str, found: dict[str, Any]) -> None:
     """For smoothing, and an FP8 cache."""
     here = found[f"seen {case}"]
-    one = found["seen alone"]
     for name in ("amax", "cache", "cache_trained"):
-        ours = torch.tensor(here[name])
-        theirs = torch.tensor(one[name])
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        assert ours.min() > 0
+        cases.close(here, found["seen alone"], 1e-5, name, rtol=1e-4)
+        assert cases.matrix(here, name).min() > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
