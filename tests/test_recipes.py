@@ -1,5 +1,4 @@
-"""Every recipe: fits its own cluster, opens with what it is, and takes two steps where everything
-is small.
+"""Every recipe: fits its own cluster, and takes two steps where everything is small.
 
 Whole runs of all of them take half an hour: `make test-recipes`; the suite has one for each family
 and precision.
@@ -81,12 +80,6 @@ def test_a_recipe_is_called_what_it_is(recipe):
         assert config.quantization.format == precision.replace("bf16", "none")
     else:
         assert recipe.stem in ("dapo_int8", "dapo_fp8")
-
-
-def test_a_recipe_opens_with_what_to_expect(recipe):
-    if recipe.stem not in ("dapo_int8", "dapo_fp8"):
-        head = recipe.read_text().partition("base:")[0]
-        assert all(f"# {word}:" in head for word in ("Expected", "Gate", "Run"))
 
 
 def test_the_table_is_that_of_the_recipes():

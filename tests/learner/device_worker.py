@@ -34,7 +34,7 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
     batch = make_batch()
     root = Path(job["root"])
-    said = list[str]()
+    notes: list[str] = []
     if learner.is_driver:
         root.mkdir()
         (root / "config.json").write_text(json.dumps(job["hf"]))
@@ -44,7 +44,7 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     config = Config(quantization=quantization, sync=SyncSection(dir=str(root), full_every=2))
     sync = WeightSync(learner, receiver if learner.is_driver else None, config)
     saver = Saver(
-        root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, said.append
+        root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, notes.append
     )
     if learner.is_driver:
         (root / "checkpoints").mkdir()
@@ -72,13 +72,12 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.load_hf(root / "model")
     exported_BT = learner.logprobs(batch)
     sync.close()
-    assert not said, said
-    logprobs = (after_BT, again_BT, trained_BT, exported_BT)
+    assert not notes, notes
     return {
         "steps": steps,
         "sent": sent,
         "carried": carried,
-        "logprobs": [one_BT.tolist() for one_BT in logprobs],
+        "logprobs": [one_BT.tolist() for one_BT in (after_BT, again_BT, trained_BT, exported_BT)],
     }
 
 

@@ -8,9 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -255,26 +255,20 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
     """Response logprobs by another implementation, with gradients; among kept tokens if given."""
     batch = batch or make_batch()
-    kept, counts = (
-        iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N)
-    )
+    kept: Iterator[torch.Tensor] = iter(())
+    if batch.kept_ids_K is not None and batch.kept_counts_N is not None:
+        kept = iter(batch.kept_ids_K.split(batch.kept_counts_N.tolist()))
     rows = []
-    for row, (prompt, response) in enumerate(
-        zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)
-    ):
+    for row, prompt in enumerate(batch.prompt_lengths_B):
+        response = int(batch.response_lengths_B[row])
         tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
         logits_SV = model(tokens_1S).logits[0] / 0.8
-        for column in range(response if batch.kept_counts_N is not None else 0):
-            among = torch.tensor(list(islice(kept, next(counts))))
-            logits_SV[prompt - 1 + column, ~torch.isin(torch.arange(VOCAB), among)] = -torch.inf
-        picked_S = (
-            torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
-        )
-        rows.append(
-            torch.nn.functional.pad(
-                picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))
-            )
-        )
+        for column, ids in zip(range(response), kept, strict=False):
+            logits_SV[prompt - 1 + column, ~torch.isin(torch.arange(VOCAB), ids)] = -torch.inf
+        logprobs_SV = torch.log_softmax(logits_SV[:-1], -1)
+        picked_S = logprobs_SV.gather(1, tokens_1S[0, 1:, None]).squeeze(1)
+        padding = batch.mask_BT.shape[1] - response
+        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, padding)))
     return torch.stack(rows)
 
 
@@ -290,9 +284,8 @@ def most_memory(work: Callable[[], object]) -> int:
     events = [
         event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    return max(
-        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    )
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
 
 
 def run_ranks(
@@ -304,31 +297,30 @@ def run_ranks(
     work = folder / f"jobs_{world}.json"
     out = folder / f"results_{world}.json"
     work.write_text(json.dumps(jobs))
-    root = Path(__file__).parents[2]
     worker = Path(__file__).with_name("learner_worker.py")
     command = [sys.executable, str(worker), str(work), str(out)]
+    logs = [folder / f"rank_{world}_{rank}.log" for rank in range(world)]
     ranks: list[Process] = []
-    for rank in range(world):
-        place = {
+    for rank, path in enumerate(logs):
+        env = {
+            **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_RANK": str(rank),
             "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
         }
-        log = (folder / f"rank_{world}_{rank}.log").open("w")
-        env = {**os.environ, **place, "PYTHONPATH": str(root)}
-        ranks.append(Process("megatron", command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        log.close()
+        with path.open("w") as log:
+            ranks.append(
+                Process("megatron", command, env=env, stdout=log, stderr=subprocess.STDOUT)
+            )
     try:
         codes = [process.wait(timeout) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    logs = "\n".join(
-        (folder / f"rank_{world}_{rank}.log").read_text()[-3000:] for rank in range(world)
-    )
-    assert codes[0] == 0, logs
+    assert codes[0] == 0, "\n".join(path.read_text()[-3000:] for path in logs)
     return json.loads(out.read_text())
 
 

@@ -34,23 +34,16 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
     learner.optimizer.reload_model_params()
     before_BT = learner.logprobs(batch)
-    sent = {
-        format.value: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)
-    }
+    sent = {format: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
     merged = _whole(learner, Format.none)
     expected_BT = learner.expected_logprobs(batch)
     learner.keep_reference()
     base_BT = learner.reference_logprobs(batch)
-    frozen = [
-        weight.clone() for _, weight in learner.named_parameters() if not weight.requires_grad
-    ]
-    targets = make_targets(batch, before_BT)
-    step = learner.update(targets)
-    still = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
-    assert all(map(torch.equal, frozen, still)), "what is frozen has moved"
-    assert all(getattr(weight, "main_grad", None) is None for weight in still), (
-        "a gradient has room and no use"
-    )
+    frozen = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
+    copies = [weight.clone() for weight in frozen]
+    step = learner.update(make_targets(batch, before_BT))
+    assert all(map(torch.equal, frozen, copies))
+    assert all(getattr(weight, "main_grad", None) is None for weight in frozen)
     write_state(learner, out)
     if learner.is_driver:
         write_folder(out / "merged", merged, learner.model.hf_config)

@@ -8,10 +8,7 @@ import torch.distributed as dist
 from learner_cases import make_batch, make_targets
 from safetensors.torch import save_file
 
-from megatron_rl.config.schema import OptimSection
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.modules import host
-from megatron_rl.learner.optimizer import replicas_config
 
 from megatron.core import parallel_state  # isort: skip
 
@@ -41,20 +38,7 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "buckets": sum(len(ddp.bucket_groups) for ddp in learner.chunks),
         "after": learner.logprobs(batch).tolist(),
-        "by_default": [
-            _by_default(on_host, count) for on_host in (True, False) for count in (1, 2)
-        ],
     }
-
-
-def _by_default(on_host: bool, count: int) -> bool:
-    """Return True if gradients of this many replicas are reduced during the backward pass."""
-    truth = host.ON_HOST
-    host.ON_HOST = on_host
-    try:
-        return replicas_config(OptimSection(megatron={"clip_grad": 0.5}), count).overlap_grad_reduce
-    finally:
-        host.ON_HOST = truth
 
 
 def _whole_gradient(learner: Learner, parameter: torch.nn.Parameter) -> torch.Tensor:

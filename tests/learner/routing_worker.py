@@ -26,10 +26,9 @@ def routed_batch(silent: int | None = None) -> Batch:
     """
     batch = make_batch()
     random = torch.Generator().manual_seed(5)
-    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
-    shape = (len(batch), int(lengths_B.max()), LAYERS, EXPERTS)
+    shape = (*batch.tokens_BS.shape, LAYERS, EXPERTS)
     chosen_BSLK = torch.rand(shape, generator=random).topk(CHOSEN).indices.to(torch.int16)
-    chosen_BSLK[torch.arange(shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
+    chosen_BSLK[torch.arange(shape[1]) >= batch.lengths_B[:, None] - 1] = NO_EXPERT
     if silent is not None:
         chosen_BSLK[silent] = NO_EXPERT
         chosen_BSLK[silent, :2] = 0
@@ -41,31 +40,23 @@ def _wrong_layer(replay: RouterReplay) -> None:
         router._held ^= 1
 
 
+def _own(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any) -> Any:
+    return choose(scores, topk, num_groups=groups, group_topk=group_topk)
+
+
 def _own_when_recomputed(replay: RouterReplay) -> None:
     for router in replay._routers:
-        router.get_replay_topk = partial(_told_at_first, replay, router.get_replay_topk)  # type: ignore[method-assign]
+        router.get_replay_topk = partial(_replayed_at_first, replay, router.get_replay_topk)  # type: ignore[method-assign]
 
 
-def _told_at_first(
-    replay: RouterReplay,
-    told: Any,
-    scores: torch.Tensor,
-    topk: int,
-    groups: Any,
-    group_topk: Any,
-    choose: Any,
-) -> Any:
-    if replay.trains and torch.is_grad_enabled():
-        return choose(scores, topk, num_groups=groups, group_topk=group_topk)
-    return told(scores, topk, groups, group_topk, choose)
+def _replayed_at_first(replay: RouterReplay, replayed: Any, *arguments: Any) -> Any:
+    recomputed = replay.trains and torch.is_grad_enabled()
+    return (_own if recomputed else replayed)(*arguments)
 
 
 def _half_of_the_layers(replay: RouterReplay) -> None:
-    def own(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any) -> Any:
-        return choose(scores, topk, num_groups=groups, group_topk=group_topk)
-
     for router in replay._routers[::2]:
-        router.get_replay_topk = own  # type: ignore[method-assign]
+        router.get_replay_topk = _own  # type: ignore[method-assign]
 
 
 FAULTS = {  # of the replay; others are of what it is told
@@ -82,8 +73,8 @@ def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
     for row, length in enumerate(batch.lengths_B.tolist()):
         read_SLK = chosen_BSLK[row, : length - 1]
 
-        def noting(layer: int, scores: Any, topk: int, groups: Any, of: Any, choose: Any) -> Any:
-            values_SK, own_SK = choose(scores, topk, num_groups=groups, group_topk=of)
+        def noting(layer: int, *arguments: Any) -> Any:
+            values_SK, own_SK = _own(*arguments)
             read_SLK[:, layer] = own_SK[: len(read_SLK)]  # noqa: B023
             return values_SK, own_SK
 
@@ -128,26 +119,23 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.take_replayed()
     steps = [learner.update(targets)]
     trained = learner.take_replayed()
-    gradients = {
-        name: parameter.main_grad.tolist()  # type: ignore[attr-defined]
+    gradients = [
+        parameter.main_grad.tolist()  # type: ignore[attr-defined]
         for name, parameter in learner.named_parameters()
         if "router" in name
-    }
+    ]
     steps += [learner.update(targets) for _ in range(2)]
-    found = {
-        "own": own_BT,
-        "logprobs": before_BT,
-        "reference": reference_BT,
-        "after": learner.logprobs(batch),
-    }
-    told = {
+    return {
+        "own": own_BT.tolist(),
+        "logprobs": before_BT.tolist(),
+        "reference": reference_BT.tolist(),
+        "after": learner.logprobs(batch).tolist(),
         "unheard": unheard,
         "scored": scored,
         "trained": trained,
         "steps": steps,
         "gradients": gradients,
     }
-    return {name: values_BT.tolist() for name, values_BT in found.items()} | told
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import pytest
 pytestmark = pytest.mark.ranks
 STEPS = 2
 LARGE = {"vocab_size": 18992, "hidden_size": 512}  # an eighth of 151,936 and 4,096
-PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
 MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
 # what a loss asks of the logits
 ASKED: dict[str, dict[str, Any]] = {
@@ -29,33 +28,25 @@ WIDE = ("one", "tp2_sp")  # where values and gradients of the head alone are com
 
 
 def _jobs(at: str) -> list[dict[str, Any]]:
-    layout = PACKS | cases.LAYOUTS.get(at, {})
+    layout = cases.PACKS | cases.LAYOUTS.get(at, {})
     jobs: list[dict[str, Any]] = []
-    for model, asked in ((model, asked) for where, model, asked in CASES if where == at):
+    for where, model, asked in CASES:
         job = {"hf": MODELS[model], "layout": layout, "steps": STEPS, **ASKED[asked]}
-        for columns in (None, 7):
+        for columns in (None, 7) if where == at else ():
             jobs.append({**job, "name": f"{at} {model} {asked} {columns}", "columns": columns})
-    if at in WIDE:
-        for precision, fields in PRECISIONS.items():
-            for kept in (False, True):
-                about = {
-                    "name": f"{at} {precision} {kept}",
-                    "kind": "heads",
-                    "kept": kept,
-                    "layout": layout,
-                }
-                jobs.append({"hf": cases.QWEN3, **about, **fields, "forward": "bf16"})
+    for precision, fields in PRECISIONS.items() if at in WIDE else ():
+        job = {"hf": cases.QWEN3, "kind": "heads", "layout": layout, "forward": "bf16", **fields}
+        for kept in (False, True):
+            jobs.append({**job, "name": f"{at} {precision} {kept}", "kept": kept})
     return jobs
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     wide = {**cases.QWEN2, **LARGE, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    one: list[dict[str, Any]] = [
-        *_jobs("one"),
-        {"name": "memory", "kind": "head_memory", "hf": wide, "precision": "bf16"},
-    ]
-    return cases.run(tmp_path_factory, one, [job for at in LAYOUTS[1:] for job in _jobs(at)])
+    memory = {"name": "memory", "kind": "head_memory", "hf": wide, "precision": "bf16"}
+    two = [job for at in LAYOUTS[1:] for job in _jobs(at)]
+    return cases.run(tmp_path_factory, [*_jobs("one"), memory], two)
 
 
 @pytest.mark.parametrize(("at", "model", "asked"), CASES)
@@ -63,9 +54,9 @@ def test_every_layout_learns_what_it_learns_with_held_logits(
     at: str, model: str, asked: str, found: dict[str, Any]
 ) -> None:
     held, here = (found[f"{at} {model} {asked} {columns}"] for columns in (None, 7))
-    assert (cases.matrix(here) - cases.matrix(held)).abs().max() < 1e-5
+    cases.close(here, held, 1e-5)
     # Adam's first steps make much of what rounding leaves of a gradient of zero
-    assert (cases.matrix(here, "after") - cases.matrix(held, "after")).abs().max() < 1e-3
+    cases.close(here, held, 1e-3, "after")
     assert here["after"] != here["logprobs"]
     for ours, theirs, tolerance in zip(here["steps"], held["steps"], (1e-5, 1e-4), strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10)

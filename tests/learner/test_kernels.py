@@ -38,18 +38,8 @@ def test_kernels_are_compiled_by_the_triton_of_gpus() -> None:
 
 def test_the_interpreter_computes_what_torch_computes() -> None:
     file = Path(__file__).with_name("interpreted_kernels.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-        str(file),
-    ]
+    options = "-p no:xdist -p no:cacheprovider -W ignore"
+    command = [sys.executable, "-m", "pytest", *options.split(), str(file)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, INTERPRET: "1"}, capture_output=True, text=True
     )
@@ -81,11 +71,8 @@ def test_updates_of_a_learner_are_the_same(tmp_path_factory: pytest.TempPathFact
         assert kernels["metrics"] == pytest.approx(ours["metrics"], rel=1e-4, abs=1e-5)
         assert kernels["prox"] != ours["prox"], "sums of another order"
         # Adam's first step makes much of rounding
-        for name, bound in (
-            ("prox", 1e-5),
-            ("after", 1e-3),
-        ):
-            assert (cases.matrix(kernels, name) - cases.matrix(ours, name)).abs().max() < bound
+        cases.close(kernels, ours, 1e-5, "prox")
+        cases.close(kernels, ours, 1e-3, "after")
 
 
 @contextmanager

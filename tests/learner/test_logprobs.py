@@ -133,19 +133,6 @@ def test_shares_of_the_vocabulary_combine() -> None:
     )
 
 
-def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None:
-    logits_NV, labels_N, _ = example()
-    everything_NK = torch.arange(VOCAB).expand(ROWS, VOCAB)
-    found = logprobs_and_entropy(logits_NV, labels_N, WHOLE, kept_NK=everything_NK)
-    for here, there in zip(found, logprobs_and_entropy(logits_NV, labels_N, WHOLE), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
-    mine = logits_NV.clone().requires_grad_()
-    logprobs_N, entropy_N = logprobs_and_entropy(mine, labels_N, WHOLE, kept_NK=labels_N[:, None])
-    (logprobs_N + entropy_N).sum().backward()
-    assert mine.grad is not None
-    assert not logprobs_N.any() and not entropy_N.any() and not mine.grad.any()
-
-
 @pytest.mark.parametrize("chunk", [40, 1 << 20])
 @pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (5, 0.7), (VOCAB, 0.5)])
 def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

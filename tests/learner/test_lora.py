@@ -1,5 +1,6 @@
 """Adapters on every layout against PEFT on the same weights, and what a sync sends of them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +145,9 @@ def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict
     logprobs_BT = cases.logprobs_by(model)
     _loss(logprobs_BT).backward()
     gradients = {name: parameter.grad for name, parameter in held.items()}
-    merged = dict(model.merge_and_unload().named_parameters())
-    return (
-        logprobs_BT.detach(),
-        gradients,
-        {name: weight.detach() for name, weight in merged.items()},
-    )
+    with torch.no_grad():
+        merged = dict(model.merge_and_unload().named_parameters())
+    return logprobs_BT.detach(), gradients, merged
 
 
 def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -178,24 +176,16 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
                 [torch.cat([added(f"{one}.{part}") for part in parts]) for one in names]
             )
             for one, whole in zip(names, merged[name], strict=True):
-                stored |= {
-                    f"{one}.{p}.weight": w
-                    for p, w in zip(parts, whole.chunk(len(parts)), strict=True)
-                }
+                for part, some in zip(parts, whole.chunk(len(parts)), strict=True):
+                    stored[f"{one}.{part}.weight"] = some
         else:
             layer = name.removesuffix(".weight")
-            merged[name] = stored[name] = (
-                weight + added(layer) if f"{layer}.lora_A.weight" in given else weight
-            )
-    logprobs_BT = cases.logprobs_by(
-        lambda tokens: torch.func.functional_call(model, merged, (tokens,))
-    )
+            if f"{layer}.lora_A.weight" in given:
+                weight = weight + added(layer)
+            merged[name] = stored[name] = weight
+    logprobs_BT = cases.logprobs_by(partial(torch.func.functional_call, model, merged))
     _loss(logprobs_BT).backward()
-    return (
-        logprobs_BT.detach(),
-        {n: one.grad for n, one in given.items()},
-        {n: w.detach() for n, w in stored.items()},
-    )
+    return logprobs_BT.detach(), {name: one.grad for name, one in given.items()}, stored
 
 
 CASES = [*((family, "one") for family in MODELS), ("qwen3", "recompute"), *AT]
@@ -208,7 +198,7 @@ def test_logprobs_and_gradients_are_those_of_peft(
     logprobs_BT, gradients, _ = wanted[family]
     mask_BT = cases.make_batch().mask_BT
     here_BT = cases.matrix(found[f"{family}_{at}"])
-    cases.close(here_BT * mask_BT, logprobs_BT * mask_BT, 1e-5)
+    cases.close(here_BT * mask_BT, logprobs_BT * mask_BT, 1e-5, rtol=1e-6)
     its = load_file(folders[family].parent / f"out_{family}_{at}" / "gradients.safetensors")
     idle = [name for name in its if name not in gradients]
     # the rows of layers that are no targets
@@ -235,7 +225,7 @@ def test_merged_weights_are_those_of_peft_to_one_rounding(
 ) -> None:
     _, _, merged = wanted[family]
     its = load_file(folders[family].parent / f"out_{family}_one" / "merged" / "model.safetensors")
-    assert its.keys() == {name for name in merged if name in its} and len(its) > 20
+    assert its.keys() <= merged.keys() and len(its) > 20
     for name, weight in its.items():
         rounding = merged[name].abs() * 2**-8 + 1e-7
         assert bool(((weight.float() - merged[name]).abs() <= rounding).all()), name
@@ -248,7 +238,8 @@ def test_without_its_adapters_it_is_the_reference(
     case = found[f"{family}_{at}"]
     mask_BT = cases.make_batch().mask_BT
     base_BT = cases.matrix(case, "base")
-    cases.close(base_BT * mask_BT, cases.transformers_logprobs(folders[family]) * mask_BT, 1e-5)
+    wanted_BT = cases.transformers_logprobs(folders[family])
+    cases.close(base_BT * mask_BT, wanted_BT * mask_BT, 1e-5, rtol=1e-6)
     assert (base_BT - cases.matrix(case)).abs().max() > 0.1
 
 

@@ -4,6 +4,7 @@ Weights, gradients, optimizer, packs and loss are on the device (pretended_devic
 checkpoints are made from them.
 """
 
+from pathlib import Path
 from typing import Any
 
 import learner_cases as cases
@@ -21,9 +22,7 @@ WHOLE: dict[str, Any] = {
     "kv_cache": "fp8",
 }
 JOBS: dict[str, dict[str, Any]] = {
-    "anchored": {"kind": "one_update", "scored": True, "smoothing": 0.5, "kv_cache": "fp8"},
     "its own anchor": {"kind": "one_update", "scored": False, "smoothing": 0.5, "kv_cache": "fp8"},
-    "bf16": {"kind": "one_update", "scored": False, "precision": "bf16"},
     "kept and entropy": {"steps": 2, "kept": True, "entropy_coef": 0.1},
     "noise": {"kind": "noise", "precision": "bf16"},
     "not a number": {"kind": "nonfinite", "on_nonfinite": "skip_and_dump", "dump": "dumps"},
@@ -40,17 +39,14 @@ OF_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def _run(
-    world: int, wanted: dict[str, dict[str, Any]], folders: pytest.TempPathFactory
-) -> dict[str, Any]:
-    folder = folders.mktemp(f"ranks_{world}")
-    jobs = []
-    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=torch.Generator().manual_seed(0)).to(
-        torch.int16
-    )
+def _run(world: int, wanted: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    mixes = {"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True}
+    jobs: list[dict[str, Any]] = [{**mixes, "layout": {"data_parallel": world}}]
+    random = torch.Generator().manual_seed(0)
+    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=random).short()
     save_file({"chosen": chosen_BSLK}, folder / "chosen.safetensors")
     for name, job in wanted.items():
-        layout = {"tokens_per_microbatch": 80, **cases.ALL_LAYOUTS.get(job.get("at", ""), {})}
+        layout = cases.PACKS | cases.ALL_LAYOUTS.get(job.get("at", ""), {})
         layout["megatron"] = MADE_THERE | layout.get("megatron", {})
         for at in ("host", "device"):
             root = folder / f"{name} {at}"
@@ -58,39 +54,29 @@ def _run(
             paths |= {"dump": str(root / job["dump"])} if "dump" in job else {}
             about = {"name": root.name, "layout": layout, "on_device": at == "device"}
             jobs.append({"hf": cases.QWEN3, **job, **about, **paths})
-    if world == 1:
-        jobs.append({"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True})
     return cases.run_ranks(world, jobs, folder)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _run(1, JOBS, tmp_path_factory)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    one = _run(1, JOBS, tmp_path_factory.mktemp("one"))
+    return one | _run(2, OF_TWO, tmp_path_factory.mktemp("two"))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _run(2, OF_TWO, tmp_path_factory)
+def test_a_device_refuses_the_cpu_s_values(found: dict[str, Any]) -> None:
+    assert found["mixes"] == []
 
 
-def test_a_device_refuses_the_host_s_values(one: dict[str, Any]) -> None:
-    assert one["mixes"] == []
+@pytest.mark.parametrize("name", [*JOBS, *OF_TWO])
+def test_a_device_gives_the_numbers_of_the_cpu(name: str, found: dict[str, Any]) -> None:
+    _same(found[f"{name} device"], found[f"{name} host"])
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_device_gives_the_numbers_of_the_host(name: str, one: dict[str, Any]) -> None:
-    _same(one[f"{name} device"], one[f"{name} host"])
-
-
-@pytest.mark.parametrize("at", OF_TWO)
-def test_two_devices_give_the_numbers_of_two_hosts(at: str, two: dict[str, Any]) -> None:
-    _same(two[f"{at} device"], two[f"{at} host"])
-
-
-@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.get("kind") == "whole"])
-def test_what_was_saved_on_a_device_goes_on(name: str, one: dict[str, Any]) -> None:
-    found = one[f"{name} device"]
-    (_, second, again), (after, loaded, trained, _) = found["steps"], found["logprobs"]
+@pytest.mark.parametrize("name", ["whole", "whole fp32 experts"])
+def test_a_save_on_a_device_resumes(name: str, found: dict[str, Any]) -> None:
+    case = found[f"{name} device"]
+    _, second, again = case["steps"]
+    after, loaded, trained, _ = case["logprobs"]
     _same(again, second)
     _same(loaded, after)
     assert trained != after

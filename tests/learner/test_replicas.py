@@ -7,6 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.config.schema import OptimSection
+from megatron_rl.learner.modules import host
+from megatron_rl.learner.optimizer import replicas_config
+
 pytestmark = pytest.mark.ranks
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # several buckets of a tiny model
 # name -> (config.json, learner section, precision)
@@ -69,13 +73,18 @@ def test_the_sums_are_the_same(case: str, found: dict[str, Any]) -> None:
     cases.same_steps(overlap, plain, rtol=1e-5, atol=1e-7)
     assert overlap["steps"][0]["loss/total"] == plain["steps"][0]["loss/total"]
     assert overlap["steps"][0]["optim/grad_norm"] > 0
+    assert overlap["buckets"] > 3
     cases.close(overlap, plain, 1e-4, "after")
 
 
-def test_gradients_overlap_by_default_between_gpus(found: dict[str, Any]) -> None:
-    """On a host, one replica and two; on GPUs, one and two."""
-    assert found["dp2 overlap"]["buckets"] > 3
-    assert found["dp2 plain"]["by_default"] == [False, False, False, True]
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_overlap_by_default_between_gpus(
+    count: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "ON_HOST", on_host)
+    made = replicas_config(OptimSection(megatron={"clip_grad": 0.5}), count)
+    assert made.overlap_grad_reduce == (count > 1 and not on_host)
 
 
 def test_a_checkpoint_of_many_buckets_is_any_learner_s(found: dict[str, Any]) -> None:

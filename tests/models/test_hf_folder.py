@@ -18,7 +18,7 @@ from megatron_rl.models.hf_folder import (
     make_header,
     write_folder,
 )
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
 
 TENSORS = {
     "b": torch.randn(3, 4).bfloat16(),
@@ -30,10 +30,14 @@ TENSORS = {
     "d": torch.randn(2).half(),
     "i": torch.ones(3, dtype=torch.bool),
     "f": torch.randn(4).to(torch.float8_e4m3fn),
+    "j": torch.randn(3).double(),
+    "k": torch.arange(3, dtype=torch.int16),
+    "l": torch.arange(3, dtype=torch.uint8),
 }
 
 
 def test_the_librarys_own_bytes(tmp_path: Path) -> None:
+    assert {str(tensor.dtype) for tensor in TENSORS.values()} == {f"torch.{one}" for one in DTYPES}
     write_folder(tmp_path / "hf", TENSORS, {"model_type": "x"})
     save_file(TENSORS, tmp_path / "reference", {"format": "pt"})
     assert (tmp_path / "hf" / SINGLE).read_bytes() == (tmp_path / "reference").read_bytes()
@@ -50,6 +54,11 @@ def test_tensors_come_back_from_one_file_or_many(tmp_path: Path, max_bytes: int)
         assert torch.equal(folder.get(name).view(torch.uint8), tensor.view(torch.uint8))
     for file in folder.files:
         load_file(tmp_path / file)
+
+
+def test_names_beyond_the_table_are_no_dtypes() -> None:
+    with pytest.raises(ValueError, match="'nn'"):
+        torch_dtype("nn")
 
 
 def test_tensors_are_written_in_any_order(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""The table and the layout agree with megatron-core, and unknown names are answered with the
-nearest known one.
-"""
+"""The table of names and the layers of each stage, against megatron-core's."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ import pytest
 from simulated import hf_config, random_hf
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import find, global_name, params, stage_params
+from megatron_rl.models.mapping import find, global_name, params
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.models.shards import cut, local_shard
+from megatron_rl.models.shards import local_shard
 
 LAYER = "decoder.layers.1."
 
@@ -54,48 +52,6 @@ def test_local_numbers_become_global() -> None:
 def test_unknown_names_are_answered_with_the_nearest(name: str) -> None:
     with pytest.raises(KeyError, match=r"name is decoder\.layers"):
         find(LAYER + name, ModelShape.from_hf(hf_config("qwen3")))
-
-
-def test_the_fused_rows_are_megatrons_order() -> None:
-    """[queries of a group, its key, its value] per group, as megatron-core reads the stack."""
-    shape = ModelShape.from_hf(hf_config("llama"))
-    hf = random_hf(shape)
-    local = local_shard(
-        LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), hf.__getitem__
-    )
-    stack = local.view(
-        shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim, shape.hidden
-    )
-    name = "model.layers.1.self_attn.{}_proj.weight"
-    for letter, part in (("q", stack[:, :-2]), ("k", stack[:, -2:-1]), ("v", stack[:, -1:])):
-        assert (part.reshape(-1, shape.hidden) == hf[name.format(letter)]).all()
-
-
-def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
-    shape = ModelShape.from_hf(hf_config("llama"))
-    layout = Layout(tp=4)
-    place = Place(tp=3)
-    name = "output_layer.weight"
-    local = local_shard(name, shape, layout, place, random_hf(shape).__getitem__)
-    assert local.shape == (26, 64)  # 101 rows padded to 104
-    assert not local[23:].any()
-    ((piece, part),) = cut(find(name, shape), local, find(name, shape).slices(shape, layout, place))
-    assert part.shape == (23, 64)
-    assert piece.spans[0].full == 78
-
-
-def test_the_last_stage_of_a_tied_model_holds_a_copy_that_is_never_exported() -> None:
-    shape = ModelShape.from_hf(hf_config("qwen2", tie_word_embeddings=True))
-    hf = random_hf(shape)
-    layout = Layout(pp=2)
-    last = Place(pp=1)
-    assert "output_layer.weight" in {param.megatron for param in stage_params(shape, layout, last)}
-    assert "output_layer.weight" not in {
-        param.megatron for param in stage_params(shape, Layout(), Place())
-    }
-    local = local_shard("output_layer.weight", shape, layout, last, hf.__getitem__)
-    assert (local == hf["model.embed_tokens.weight"]).all()
-    assert find("output_layer.weight", shape).row.copy
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -142,9 +98,5 @@ def test_layers_are_where_megatron_puts_them() -> None:
             for chunk in range(layout.chunks):
                 stage = layout.vp and chunk
                 start = get_transformer_layer_offset(config, stage, pp)
-                count = get_num_layers_to_build(config, stage, pp)
-                assert layout.layers(12, pp, chunk) == range(start, start + count), (
-                    layout,
-                    pp,
-                    chunk,
-                )
+                stop = start + get_num_layers_to_build(config, stage, pp)
+                assert layout.layers(12, pp, chunk) == range(start, stop), (layout, pp, chunk)

@@ -90,7 +90,7 @@ def test_handles_travel_without_pickle():
         True,
     )
     for handles in (
-        {"GPU-1": arguments},
+        {"GPU-1": (*arguments, torch.storage.TypedStorage)},
         [{"GPU-1": arguments, "GPU-2": arguments}, {"GPU-1": arguments}],
     ):
         sent = msgspec.msgpack.encode(wire.encode_handles(handles))
