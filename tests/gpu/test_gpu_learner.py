@@ -14,6 +14,7 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 
 # counted without a CUDA context: the ranks are forks, and take the devices themselves
 GPUS = torch.cuda.device_count()
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
 ]
 # whole tiles of FP8 at TP2
-WIDE: dict[str, Any] = {
+WIDE: Fields = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 64,
@@ -37,35 +38,21 @@ MODELS = {
     "qwen3_moe": EXPERTS,
     "mixtral": {**cases.MIXTRAL, **WIDE},
 }
-# ranks -> layouts
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")},
-}
-EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {name: cases.EXPERT_LAYOUTS[name] for name in ("ep2", "tp2_sp", "tp2_ep2")},
-}
+LAYOUTS = {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")}
+EXPERT_LAYOUTS = {name: cases.EXPERT_LAYOUTS[name] for name in ("ep2", "tp2_sp", "tp2_ep2")}
 # the second update sends each as it fills
-BUCKETS = {
-    "overlap_grad_reduce": True,
-    "bucket_size": 20_000,
-}
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}
 WIDE_HEAD = {"kind": "wide", "head": "fp32"}  # logits that nothing rounds
 SCALES = ("tensorwise", "blockwise")
-PLACES = [(ranks, name, "dense") for ranks, layouts in LAYOUTS.items() for name in layouts]
-PLACES += [
-    (ranks, f"experts_{name}", "experts")
-    for ranks, layouts in EXPERT_LAYOUTS.items()
-    for name in layouts
-]
+PLACES = [(name, "dense") for name in LAYOUTS]
+PLACES += [(f"experts_{name}", "experts") for name in EXPERT_LAYOUTS]
 STEPS = 2
 EXPECTED = [
     (model, format) for model in ("qwen3", "qwen2", "qwen3_moe") for format in ("int8", "fp8")
 ]
 
 
-def _job(
-    name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any
-) -> dict[str, Any]:
+def _job(name: str, hf: Fields, layout: Fields | None = None, **rest: Any) -> Fields:
     return {
         "name": name,
         "hf": hf,
@@ -76,25 +63,16 @@ def _job(
     }
 
 
-def _fp8(scales: str, **layout: Any) -> dict[str, Any]:
-    megatron = {
-        "fp8": "e4m3",
-        "fp8_recipe": scales,
-        "sequence_parallel": layout.get("tensor_parallel", 1) > 1,
-    }
-    return _job(f"fp8_{scales}", DENSE, {**layout, "megatron": megatron})
+def _fp8(scales: str, at: str = "") -> Fields:
+    layout = LAYOUTS.get(at, {})
+    megatron = {**layout.get("megatron", {}), "fp8": "e4m3", "fp8_recipe": scales}
+    return _job(f"fp8_{scales}{at}", DENSE, {**layout, "megatron": megatron})
 
 
-def _once(scored: bool, **layout: Any) -> dict[str, Any]:
+def _once(scored: bool, layout: Fields | None = None) -> Fields:
     """The only update on a batch, after a pass of its own or by its own forward pass."""
-    once = {
-        "name": f"once_{scored}",
-        "kind": "one_update",
-        "hf": DENSE,
-        "layout": layout,
-        "precision": "bf16",
-    }
-    return {**once, "scored": scored, "smoothing": 0.5}
+    name = f"once_{scored}"
+    return _job(name, DENSE, layout, kind="one_update", scored=scored, smoothing=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fields:
     jobs = [
         *(
             _job(f"folder_{family}", hf, folder=str(folders[family]), steps=0)
@@ -126,32 +104,18 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Results by number of ranks, as far as the GPUs go."""
-    found = {}
-    for ranks, layouts in LAYOUTS.items():
-        if ranks <= GPUS:
-            jobs = [_job(name, DENSE, layout) for name, layout in layouts.items()]
-            jobs += [
-                _job(f"experts_{name}", EXPERTS, layout)
-                for name, layout in EXPERT_LAYOUTS[ranks].items()
-            ]
-            if ranks == 2:
-                jobs.append(_job("dp2_buckets", DENSE, layouts["dp2"], optim=BUCKETS))
-                jobs.append(_job("wide", DENSE, layouts["tp2_sp"], **WIDE_HEAD))
-                jobs.append(_once(False, **layouts["dp2"]))
-                jobs += [
-                    {**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"}
-                    for scales in SCALES
-                ]
-                jobs += [
-                    {**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"}
-                    for scales in SCALES
-                ]
-            found[ranks] = cases.run_ranks(
-                ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600
-            )
-    return found
+def two(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    jobs = [
+        *(_job(name, DENSE, layout) for name, layout in LAYOUTS.items()),
+        *(_job(f"experts_{name}", EXPERTS, layout) for name, layout in EXPERT_LAYOUTS.items()),
+        _job("dp2_buckets", DENSE, LAYOUTS["dp2"], optim=BUCKETS),
+        _job("wide", DENSE, LAYOUTS["tp2_sp"], **WIDE_HEAD),
+        _once(False, LAYOUTS["dp2"]),
+        *(_fp8(scales, at) for scales in SCALES for at in ("dp2", "tp2_sp")),
+    ]
+    return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"), timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +140,7 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, mean: float) -> None:
     assert float(difference.max()) < 30 * mean
 
 
-def _same(found: dict[str, Any], wanted: dict[str, Any], in_bf16: float) -> None:
+def _same(found: Fields, wanted: Fields, in_bf16: float) -> None:
     """As close as two ways to round. Packs and single rows agreed to the last bit, their second
     gradients to 5.7%.
     """
@@ -200,7 +164,7 @@ def test_triton_s_kernels_compute_what_torch_computes() -> None:
     subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", str(file)], check=True)
 
 
-def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str, Any]) -> None:
+def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: Fields) -> None:
     """In a checkpoint that is taken meanwhile, which the job compares with one before; and it
     learns on.
     """
@@ -209,7 +173,7 @@ def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str,
 
 @pytest.mark.parametrize(("model", "format"), EXPECTED)
 def test_what_a_format_does_is_expected_and_nothing_of_it_stays(
-    model: str, format: str, one: dict[str, Any]
+    model: str, format: str, one: Fields
 ) -> None:
     """Hosts measured 1.5 to 12 times the noise without outliers; a wrong scale makes hundreds."""
     found = one[f"expected_{model}_{format}"]
@@ -219,7 +183,7 @@ def test_what_a_format_does_is_expected_and_nothing_of_it_stays(
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logprobs_are_those_of_transformers(
-    family: str, one: dict[str, Any], folders: dict[str, Path], in_bf16: dict[str, float]
+    family: str, one: Fields, folders: dict[str, Path], in_bf16: dict[str, float]
 ) -> None:
     """An H100 was at 0.82 to 1.17 times of what BF16 does to transformers'."""
     _close(
@@ -230,67 +194,64 @@ def test_logprobs_are_those_of_transformers(
 
 
 def test_packs_of_one_row_and_recomputing_change_nothing(
-    one: dict[str, Any], in_bf16: dict[str, float]
+    one: Fields, in_bf16: dict[str, float]
 ) -> None:
     _same(one["dense"], one["unpacked"], in_bf16["qwen3"])
     _same(one["recompute"], one["dense"], in_bf16["qwen3"])
     assert cases.matrix(one["recompute"]).equal(cases.matrix(one["dense"]))
 
 
-def test_the_policy_is_its_own_anchor_before_its_first_step(one: dict[str, Any]) -> None:
+def test_the_policy_is_its_own_anchor_before_its_first_step(one: Fields) -> None:
     """What `logprobs` gives and what `update` computes for the same weights: the ratio is 1."""
     for name in ("dense", "experts", *(f"fp8_{scales}" for scales in SCALES)):
         assert one[name]["steps"][0]["loss/approx_kl"] == pytest.approx(0, abs=1e-3), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "scored"), [("one", True), ("two", False)])
 def test_an_update_scores_by_its_own_forward_pass(
-    ranks: int, one: dict[str, Any], more: dict[int, dict[str, Any]]
+    ranks: str, scored: bool, one: Fields, request: pytest.FixtureRequest
 ) -> None:
-    found = one["once_False"] if ranks == 1 else _of(more, ranks)["once_False"]
-    wanted = one["once_True"] if ranks == 1 else one["once_False"]
+    found = request.getfixturevalue(ranks)["once_False"]
+    wanted = one[f"once_{scored}"]
     assert found["metrics"]["optim/updates"] == 1
     assert found["metrics"]["optim/grad_norm"] == pytest.approx(
         wanted["metrics"]["optim/grad_norm"], rel=0.05
     )
     for key, bound in (("prox", 0.02), ("after", 0.05)):
-        assert float((cases.matrix(found, key) - cases.matrix(wanted, key)).abs().mean()) < bound, (
-            key
-        )
+        difference = cases.matrix(found, key) - cases.matrix(wanted, key)
+        assert float(difference.abs().mean()) < bound, key
 
 
-@pytest.mark.parametrize(("ranks", "name", "model"), PLACES)
+@pytest.mark.parametrize(("name", "model"), PLACES)
 def test_a_step_is_the_same_on_every_layout(
-    ranks: int,
     name: str,
     model: str,
-    one: dict[str, Any],
-    more: dict[int, dict[str, Any]],
+    one: Fields,
+    two: Fields,
     in_bf16: dict[str, float],
 ) -> None:
-    _same(_of(more, ranks)[name], one[model], in_bf16["qwen3" if model == "dense" else "qwen3_moe"])
+    _same(two[name], one[model], in_bf16["qwen3" if model == "dense" else "qwen3_moe"])
 
 
 def test_gradients_may_travel_while_backward_goes_on(
-    more: dict[int, dict[str, Any]], in_bf16: dict[str, float]
+    two: Fields, in_bf16: dict[str, float]
 ) -> None:
-    found = _of(more, 2)
-    _same(found["dp2_buckets"], found["dp2"], in_bf16["qwen3"])
+    _same(two["dp2_buckets"], two["dp2"], in_bf16["qwen3"])
 
 
 def test_logits_in_fp32_are_the_products_of_what_goes_in(
-    one: dict[str, Any], more: dict[int, dict[str, Any]], in_bf16: dict[str, float]
+    one: Fields, in_bf16: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     """A product with FP32 results from BF16 matrices, which only GPUs have."""
     assert one["wide"]["exact"] == [True]
     _close(cases.matrix(one["wide"]), cases.matrix(one["dense"]), 0.02)
-    split = _of(more, 2)["wide"]
-    assert split["exact"] == [True, True]
-    _close(cases.matrix(split), cases.matrix(one["wide"]), 2 * in_bf16["qwen3"])
+    two = request.getfixturevalue("two")  # as far as the GPUs go
+    assert two["wide"]["exact"] == [True, True]
+    _close(cases.matrix(two["wide"]), cases.matrix(one["wide"]), 2 * in_bf16["qwen3"])
 
 
 @pytest.mark.parametrize("scales", SCALES)
-def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
+def test_a_step_in_fp8(scales: str, one: Fields) -> None:
     """An H100 was at 1.02 (blocks) and 1.20 times of what is expected of FP8 weights in a
     sampler.
     """
@@ -304,15 +265,7 @@ def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2_sp"])
 @pytest.mark.parametrize("scales", SCALES)
-def test_a_step_in_fp8_on_two_ranks(
-    scales: str, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
-) -> None:
-    found = _of(more, 2)[f"fp8_{scales}_{layout}"]
+def test_a_step_in_fp8_on_two_ranks(scales: str, layout: str, one: Fields, two: Fields) -> None:
+    found = two[f"fp8_{scales}{layout}"]
     wanted = one[f"fp8_{scales}"]
     _close(cases.matrix(found), cases.matrix(wanted), one["expected_qwen3_fp8"]["expected"])
-
-
-def _of(more: dict[int, dict[str, Any]], ranks: int) -> dict[str, Any]:
-    if ranks not in more:
-        pytest.skip(f"needs {ranks} GPUs")
-    return more[ranks]

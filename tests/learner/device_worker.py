@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import make_batch, make_targets
+from learner_cases import Fields, make_batch, make_targets
 from push_rank import Receiver
 
 from megatron_rl.checkpoint import checkpoints
@@ -29,12 +29,12 @@ from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.whole_source import WholeSource
 
 
-def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def whole(learner: Learner, job: Fields) -> Fields:
     """Scores, syncs, updates, a save with an offloaded optimizer, a resumed update, an export."""
     assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
     batch = make_batch()
     root = Path(job["root"])
-    notes: list[str] = []
+    notes = []
     if learner.is_driver:
         root.mkdir()
         (root / "config.json").write_text(json.dumps(job["hf"]))
@@ -77,7 +77,7 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "sent": sent,
         "carried": carried,
-        "logprobs": [one_BT.tolist() for one_BT in (after_BT, again_BT, trained_BT, exported_BT)],
+        "logprobs": [after_BT, again_BT, trained_BT, exported_BT],
     }
 
 
@@ -98,12 +98,12 @@ def _carried(learner: Learner, whole: WholeSource) -> dict[str, float]:
     return found
 
 
-def mixes(learner: Learner, job: dict[str, Any]) -> list[str]:
+def mixes(learner: Learner, job: Fields) -> list[str]:
     """Mixes of the host's and the device's values that the stand-in accepts: none."""
     here = torch.arange(4.0)
     there = here.to(learner.device)
     optimizer = learner.optimizer.chained_optimizers[0]
-    refused: dict[str, Callable[[], Any]] = {
+    refused = {
         "a sum": lambda: here + there,
         "values by index": lambda: here.index_put_((torch.tensor([0, 1]),), there[:2]),
         "memory": lambda: there.numpy(),

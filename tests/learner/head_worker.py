@@ -37,7 +37,7 @@ def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     # pipeline stages and replicas have the same, or their own
     packs = learner._work(batch, range(len(batch))).packs
-    found: list[dict[str, float]] = []
+    found = []
     for policy in (module for module in learner.modules if module.post_process):
         for mine in packs:
             held = _both_ways(learner, policy, mine, None)
@@ -64,15 +64,13 @@ def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -
     hidden_N1H = torch.randn(count, 1, width, generator=random).to(own.dtype).requires_grad_()
     weight_VH = own.detach().clone().requires_grad_()
     asked = Asked(learner.share, rollout.temperature, True, rollout.top_k, rollout.top_p)
-    forwards: list[int] = []
+    forwards = []
     hook = layer.register_forward_hook(lambda *_: forwards.append(1))
     got: Scores = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held=False)
     hook.remove()
     assert (not forwards) == (columns is not None), "columns at a time do not go through the layer"
-    assert got.entropy_N is not None
     of_logprobs_N, of_entropy_N = torch.randn(2, count, generator=random)
     ((got.logprobs_N * of_logprobs_N).sum() + (got.entropy_N * of_entropy_N).sum()).backward()
-    assert hidden_N1H.grad is not None and weight_VH.grad is not None
     found = {"logprobs": got.logprobs_N, "entropy": got.entropy_N}
     found |= {"of_hidden": hidden_N1H.grad.float(), "of_weight": weight_VH.grad.float()}
     if got.truncation is not None:
@@ -99,13 +97,12 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     layer = learner.modules[0].output_layer
     hidden_N1H = torch.randn(tokens, 1, hidden).bfloat16().requires_grad_()
     weight_VH = (torch.randn(columns, hidden) / 8).bfloat16().requires_grad_()
-    mine: Any = SimpleNamespace(labels_N=torch.zeros(tokens, dtype=torch.int64), kept_NK=None)
+    mine = SimpleNamespace(labels_N=torch.zeros(tokens, dtype=torch.int64), kept_NK=None)
     asked = Asked(head.VocabShare.of(0, 1, columns, columns, None), 1.0)
 
     def both_ways(held: bool) -> None:
         hidden_N1H.grad = weight_VH.grad = None
         got = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held)
-        assert got.entropy_N is not None
         (got.logprobs_N - 0.1 * got.entropy_N).sum().backward()
 
     logits = 2 * tokens * columns

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,8 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.batch import Batch, Targets, flat_of, matrix_of
 from megatron_rl.types import NO_EXPERT
 
+# of a config.json, a learner section, a job or its result
+Fields = dict[str, Any]
 VOCAB = 37  # odd, so that tensor parallelism has to pad it
-TINY: dict[str, Any] = {
+TINY: Fields = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -77,9 +79,7 @@ ERNIE = {
     "use_bias": False,
 }
 PHI3 = {**TINY, "model_type": "phi3", "sliding_window": None, "pad_token_id": 0}
-FAMILIES: dict[str, dict[str, Any]] = {
-    hf["model_type"]: hf for hf in (QWEN3, QWEN2, LLAMA, QWEN3_MOE, MIXTRAL, ERNIE, PHI3)
-}
+FAMILIES = {hf["model_type"]: hf for hf in (QWEN3, QWEN2, LLAMA, QWEN3_MOE, MIXTRAL, ERNIE, PHI3)}
 MODELS = {"dense": QWEN3, "experts": QWEN3_MOE}
 
 CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
@@ -90,7 +90,7 @@ RECOMPUTE = {
 }
 SEQUENCE = {"sequence_parallel": True}
 # of two ranks
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "tp2": {"tensor_parallel": 2},
     "tp2_sp": {"tensor_parallel": 2, "megatron": SEQUENCE},
     "pp2": {"pipeline_parallel": 2},
@@ -102,13 +102,13 @@ WHOLE_EXPERTS = {
     "expert_parallel": 2,
     "megatron": SEQUENCE | {"expert_tensor_parallel_size": 1},
 }
-EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+EXPERT_LAYOUTS = {
     "ep2": {"data_parallel": 2, "expert_parallel": 2},
     "tp2_ep2": WHOLE_EXPERTS,
     **{name: LAYOUTS[name] for name in ("tp2_sp", "pp2", "dp2")},
 }
 PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
-CP2: dict[str, Any] = {"context_parallel": 2, **PACKS}
+CP2: Fields = {"context_parallel": 2, **PACKS}
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {"cp2": CP2}
 
 
@@ -167,7 +167,6 @@ def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
 
 def experts_of(batch: Batch) -> torch.Tensor:
     """[B, S, L, K]"""
-    assert batch.experts_PLK is not None
     return matrix_of(batch.experts_PLK, batch.lengths_B, NO_EXPERT)
 
 
@@ -198,7 +197,7 @@ def _rows(*rows: int) -> Batch:
 
 
 # what a step may be short of
-EMPTINESS: dict[str, Callable[[], Batch]] = {
+EMPTINESS = {
     "nothing": lambda: _rows(*range(6)),
     "answers": lambda: _without_answers(_rows(*range(6))),
     "all answers but the longest": lambda: _without_answers(_rows(*range(6)), (0,)),
@@ -226,7 +225,7 @@ def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Target
 
 def folders_of(
     temporary: Any,
-    models: dict[str, dict[str, Any]],
+    models: dict[str, Fields],
     dtype: torch.dtype = torch.float32,
     moved: bool = False,
 ) -> dict[str, Path]:
@@ -255,8 +254,8 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
     """Response logprobs by another implementation, with gradients; among kept tokens if given."""
     batch = batch or make_batch()
-    kept: Iterator[torch.Tensor] = iter(())
-    if batch.kept_ids_K is not None and batch.kept_counts_N is not None:
+    kept = iter(())
+    if batch.kept_ids_K is not None:
         kept = iter(batch.kept_ids_K.split(batch.kept_counts_N.tolist()))
     rows = []
     for row, prompt in enumerate(batch.prompt_lengths_B):
@@ -288,9 +287,7 @@ def most_memory(work: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in events))
 
 
-def run_ranks(
-    world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0
-) -> dict[str, Any]:
+def run_ranks(world: int, jobs: list[Fields], folder: Path, timeout: float = 240.0) -> Fields:
     """Do the jobs one after another on `world` processes; rank 0's results by job name."""
     for number, job in enumerate(jobs):
         job["meeting"] = f"file://{folder}/meeting_{world}_{number}"
@@ -300,7 +297,7 @@ def run_ranks(
     worker = Path(__file__).with_name("learner_worker.py")
     command = [sys.executable, str(worker), str(work), str(out)]
     logs = [folder / f"rank_{world}_{rank}.log" for rank in range(world)]
-    ranks: list[Process] = []
+    ranks = []
     for rank, path in enumerate(logs):
         env = {
             **os.environ,
@@ -324,21 +321,21 @@ def run_ranks(
     return json.loads(out.read_text())
 
 
-def run(temporary: Any, *jobs: list[dict[str, Any]]) -> dict[str, Any]:
+def run(temporary: Any, *jobs: list[Fields]) -> Fields:
     """Results by name of jobs for 1, 2 and 4 ranks. `temporary`: pytest's folder factory."""
-    found: dict[str, Any] = {}
+    found = {}
     for ranks, some in zip((1, 2, 4), jobs, strict=False):
         found |= run_ranks(ranks, some, temporary.mktemp("ranks"))
     return found
 
 
-def matrix(case: dict[str, Any] | torch.Tensor, key: str = "logprobs") -> torch.Tensor:
+def matrix(case: Fields | torch.Tensor, key: str = "logprobs") -> torch.Tensor:
     return case if isinstance(case, torch.Tensor) else torch.tensor(case[key])
 
 
 def close(
-    found: dict[str, Any] | torch.Tensor,
-    wanted: dict[str, Any] | torch.Tensor,
+    found: Fields | torch.Tensor,
+    wanted: Fields | torch.Tensor,
     atol: float,
     key: str = "logprobs",
     rtol: float = 0.0,
@@ -347,6 +344,6 @@ def close(
     torch.testing.assert_close(matrix(found, key), matrix(wanted, key), rtol=rtol, atol=atol)
 
 
-def same_steps(found: dict[str, Any], wanted: dict[str, Any], rtol: float, atol: float) -> None:
+def same_steps(found: Fields, wanted: Fields, rtol: float, atol: float) -> None:
     """Compare all metrics of the updates of two results."""
     torch.testing.assert_close(found["steps"], wanted["steps"], rtol=rtol, atol=atol)

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from device_worker import mixes, whole
 from head_worker import at_a_time, head_memory, heads
 from held_memory import Saved, buffers, static
-from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from learner_cases import EMPTINESS, Fields, make_batch, make_even_batch, make_targets, with_kept
 from lora_worker import adapted, write_state
 from pretended_device import on_device
 from replicas_worker import replicas
@@ -44,6 +43,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction.correction import correct
+from megatron_rl.types import NO_EXPERT
 
 STEPS_ASIDE = 3
 # keys of a job, and of the configuration
@@ -68,8 +68,8 @@ KEYS = {
 }
 
 
-def config_of(job: dict[str, Any]) -> Config:
-    sections: dict[str, dict[str, Any]] = {
+def config_of(job: Fields) -> Config:
+    sections = {
         "learner": {"precision": "fp32", **job.get("layout", {})},
         "optim": {"lr": 1e-3, "warmup_steps": 2},
         "rollout": {"temperature": 0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})},
@@ -83,7 +83,7 @@ def config_of(job: dict[str, Any]) -> Config:
     return from_mapping(sections)
 
 
-def build(job: dict[str, Any]) -> Learner:
+def build(job: Fields) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
     config = config_of(job)
     dumps = Path(job["dump"]) if "dump" in job else None
@@ -101,27 +101,27 @@ def build(job: dict[str, Any]) -> Learner:
     return made
 
 
-def begin(learner: Learner, job: dict[str, Any]) -> None:
+def begin(learner: Learner, job: Fields) -> None:
     if "folder" in job:
         learner.load_hf(job["folder"])
     else:
         learner.init_random(7)
 
 
-def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def train(learner: Learner, job: Fields) -> Fields:
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     before_BT = learner.logprobs(batch)
     targets = make_targets(batch, before_BT)
     steps = [learner.update(targets) for _ in range(job.get("steps", 0))]
     after_BT = learner.logprobs(batch) if steps else before_BT
     return {
-        "logprobs": before_BT.tolist(),
-        "after": after_BT.tolist(),
+        "logprobs": before_BT,
+        "after": after_BT,
         "steps": steps,
     }
 
 
-def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def aside(learner: Learner, job: Fields) -> Fields:
     """Updates with syncs and checkpoints between them, while the optimizer is offloaded."""
     batch = make_batch()
     found = []
@@ -137,7 +137,7 @@ def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
             assert learner.offload.away
             assert not any(grad.untyped_storage().size() for grad in grads)
         assert _digest(learner) == kept[-1], "a checkpoint's bytes"
-    return {"steps": found, "kept": exchange(kept), "after": learner.logprobs(batch).tolist()}
+    return {"steps": found, "kept": exchange(kept), "after": learner.logprobs(batch)}
 
 
 def _digest(learner: Learner) -> str:
@@ -149,7 +149,7 @@ def _digest(learner: Learner) -> str:
     return found.hexdigest()
 
 
-def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def one_update(learner: Learner, job: Fields) -> Fields:
     """Update on a batch that trains all rows: `scored` before it, or by its own forward pass."""
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
@@ -165,50 +165,49 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     assert (own_BT is None) == job["scored"] and learner.take_own_logprobs() is None
     return {
         "metrics": metrics,
-        "prox": (anchor_BT if own_BT is None else own_BT).tolist(),
+        "prox": anchor_BT if own_BT is None else own_BT,
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
-        "looks": {
-            name: count / each for name, count in looks.items()
-        },  # of a layer in a micro-batch
-        "after": learner.logprobs(batch).tolist(),
+        # of a layer in a micro-batch
+        "looks": {name: count / each for name, count in looks.items()},
+        "after": learner.logprobs(batch),
     }
 
 
-def expects(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def expects(learner: Learner, job: Fields) -> Fields:
     """Logprobs of the learner itself, and those it expects of the sampler."""
     batch = make_batch()
     own_BT = learner.logprobs(batch)
     expected_BT = learner.expected_logprobs(batch)
     assert expected_BT is not None
     assert torch.equal(own_BT, learner.logprobs(batch)), "its own arithmetic is as before"
-    return {"own": own_BT.tolist(), "expected": expected_BT.tolist()}
+    return {"own": own_BT, "expected": expected_BT}
 
 
-def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def noise(learner: Learner, job: Fields) -> Fields:
     """Effect of a second rounding on the logprobs, twice; checks that it leaves no trace."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
     learner.take_activation_amax(), learner.take_cache_amax()
     moved_BT, again_BT = (learner.logprobs_rounded_again(batch) for _ in range(2))
     expected_BT = learner.expected_logprobs(batch)
+
+    def distance(logprobs_BT: torch.Tensor) -> torch.Tensor:
+        return (logprobs_BT - before_BT)[batch.mask_BT].abs().mean()
+
     return {
-        "noise": float((moved_BT - before_BT)[batch.mask_BT].abs().mean()),
-        "expected": None
-        if expected_BT is None
-        else float((expected_BT - before_BT)[batch.mask_BT].abs().mean()),
+        "noise": distance(moved_BT),
+        "expected": None if expected_BT is None else distance(expected_BT),
         "repeats": torch.equal(moved_BT, again_BT),
-        "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
+        "seen": learner.take_activation_amax().any() or learner.take_cache_amax().any(),
         "same": torch.equal(before_BT, learner.logprobs(batch)),
     }
 
 
-def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def wide(learner: Learner, job: Fields) -> Fields:
     """Two updates; True if the output layer returns FP32 products, False if it rounds."""
     exact = []
 
-    def look(
-        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def look(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Fields, output: Any) -> None:
         weight = kwargs["weight"] if kwargs["weight"] is not None else layer.weight
         product = args[0].float().matmul(weight.float().t())
         order = 1e-4 if product.is_cuda else 0  # of the sums, which rounding to BF16 is well above
@@ -223,24 +222,21 @@ def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return train(learner, job) | {"exact": [all(part) for part in exchange(exact)]}
 
 
-def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def flips(learner: Learner, job: Fields) -> list[Any]:
     """Flips against another engine's experts, and with one expert of two tokens exchanged."""
     batch = make_batch()
     chosen_BSLK = load_file(job["chosen"])["chosen"]
-    found = [learner.router_flips(batch, chosen_BSLK)]
+    exchanged_BSLK = chosen_BSLK.clone()
     for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
-        kept, other = chosen_BSLK[place].tolist()
-        chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
-    return {
-        "found": [
-            *found,
-            learner.router_flips(batch, chosen_BSLK),
-            learner.router_flips(batch, -1 - 0 * chosen_BSLK),
-        ]
-    }
+        chosen = chosen_BSLK[place].tolist()
+        exchanged_BSLK[(*place, 1)] = min({0, 1, 2} - {*chosen})
+    nothing_BSLK = torch.full_like(chosen_BSLK, NO_EXPERT)
+    return [
+        learner.router_flips(batch, given) for given in (chosen_BSLK, exchanged_BSLK, nothing_BSLK)
+    ]
 
 
-def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
+def rejected(learner: Learner, job: Fields) -> dict[str, float]:
     """A minibatch of rejected, counted rows; its reference is 0.5 below the policy."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
@@ -249,7 +245,7 @@ def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     return learner.update(replace(targets, ref_logprobs_BT=before_BT - 0.5, mask_BT=nothing_BT))
 
 
-def emptiness(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def emptiness(learner: Learner, job: Fields) -> Fields:
     """Scores and one update for every case of little or nothing."""
     found = {}
     for name, make in EMPTINESS.items():
@@ -266,19 +262,19 @@ def emptiness(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
             for old, (_, new) in zip(before, learner.named_parameters(), strict=True)
         ]
         found[name] = {
-            "logprobs": logprobs_BT.tolist(),
+            "logprobs": logprobs_BT,
             "seen": {what: _over_all_ranks(learner, amax) for what, amax in seen.items()},
             "update": update,
             "steps": learner.steps - steps,
-            "moved": _over_all_ranks(learner, torch.tensor(any(moved)).float()) > 0,
+            "moved": any(exchange(any(moved))),
         }
     return found
 
 
-def _over_all_ranks(learner: Learner, seen: torch.Tensor) -> list[Any]:
+def _over_all_ranks(learner: Learner, seen: torch.Tensor) -> torch.Tensor:
     if learner.world_size > 1:
         dist.all_reduce(seen, dist.ReduceOp.MAX)
-    return seen.tolist()
+    return seen
 
 
 def _huge_weights(learner: Learner, good: Targets) -> Targets:
@@ -288,7 +284,7 @@ def _huge_weights(learner: Learner, good: Targets) -> Targets:
     return good
 
 
-SPOILT: dict[str, Callable[[Learner, Targets], Targets]] = {
+SPOILT = {
     "an advantage": lambda learner, good: replace(
         good, advantages_B=good.advantages_B.index_fill(0, torch.tensor([1]), math.inf)
     ),
@@ -297,7 +293,7 @@ SPOILT: dict[str, Callable[[Learner, Targets], Targets]] = {
 }
 
 
-def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def nonfinite(learner: Learner, job: Fields) -> Fields:
     """A minibatch that is not finite, once or several times, then a good one."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
@@ -319,7 +315,7 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def broadcast(learner: Learner, job: Fields) -> Fields:
     kept = with_kept(make_batch())
     plain = {"step": 3, "note": [1.5, None, True, "x"]}
     sent = {"kept": kept, "tensor": torch.arange(5), **plain}
@@ -332,7 +328,7 @@ def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 
 
-def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def activations(learner: Learner, job: Fields) -> Fields:
     """Norm outputs recorded over all ranks; a second pass has nothing left from the first."""
     batch = make_batch()
     learner.keep_reference()
@@ -345,18 +341,17 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.logprobs(batch)
     cached_L2 = learner.take_cache_amax()
     seen_LNH = learner.take_activation_amax()
-    empty = bool(learner.take_activation_amax().any())
     return {
         "amax": _over_all_ranks(learner, seen_LNH),
-        "unseen": bool(unseen_LNH.any()),
-        "left": empty,
+        "unseen": unseen_LNH.any(),
+        "left": learner.take_activation_amax().any(),
         "cache": _over_all_ranks(learner, cached_L2),
-        "cache_unseen": bool(unseen_L2.any()),
+        "cache_unseen": unseen_L2.any(),
         "cache_trained": _over_all_ranks(learner, trained_L2),
     }
 
 
-def memory(learner: Learner, job: dict[str, Any]) -> list[dict[str, int]]:
+def memory(learner: Learner, job: Fields) -> list[dict[str, int]]:
     """Each rank's bytes in an update on rows of one length."""
     batch = make_even_batch(**job["batch"], vocab=learner.shape.vocab)
     targets = make_targets(batch, batch.sampler_logprobs_BT)
@@ -366,7 +361,7 @@ def memory(learner: Learner, job: dict[str, Any]) -> list[dict[str, int]]:
     return exchange({**static(learner), **saved.peak})
 
 
-def dead_rank(learner: Learner, job: dict[str, Any]) -> str:
+def dead_rank(learner: Learner, job: Fields) -> str:
     """The other rank dies while this one waits for it."""
     if not learner.is_driver:
         os._exit(1)
@@ -377,7 +372,7 @@ def dead_rank(learner: Learner, job: dict[str, Any]) -> str:
     return ""
 
 
-def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def checkpoint(learner: Learner, job: Fields) -> Fields:
     """Two updates, then a write of the state or a read of another learner's, then two more."""
     batch = make_batch()
     folder = Path(job["checkpoint"])
@@ -399,11 +394,11 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         learner.broadcast()
     return {
         "steps": [learner.update(targets) for _ in range(2)],
-        "after": learner.logprobs(batch).tolist(),
+        "after": learner.logprobs(batch),
     }
 
 
-def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
+def straight_through(learner: Learner, job: Fields) -> dict[str, bool]:
     """Each layer with and without its quantized weight: other outputs, the same gradients."""
     learner.logprobs(make_batch())
     random = torch.Generator().manual_seed(1)
@@ -427,7 +422,7 @@ def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-def refused(job: dict[str, Any]) -> str:
+def refused(job: Fields) -> str:
     """The error that a configuration is refused with. `reversed`: with the ranks in another order
     than megatron's; `cpuinfo`: on another processor.
     """
@@ -447,7 +442,7 @@ def refused(job: dict[str, Any]) -> str:
     return ""
 
 
-KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
+KINDS = {
     kind.__name__: kind
     for kind in (
         train,
@@ -484,7 +479,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
-    results: dict[str, Any] = {}
+    results = {}
     for job in jobs:
         if job.get("kind") == "refused":
             results[job["name"]] = refused(job)
@@ -501,7 +496,7 @@ def main() -> None:
         # only with it do the fifty threads of its process groups end; sixty learners have thousands
         gc.collect()
     if os.environ["RANK"] == "0":
-        out.write_text(json.dumps(results))
+        out.write_text(json.dumps(results, default=torch.Tensor.tolist))
 
 
 if __name__ == "__main__":

@@ -53,13 +53,13 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
     learner.load_hf(out)  # its adapters alone
     return {
-        "logprobs": before_BT.tolist(),
-        "base": base_BT.tolist(),
+        "logprobs": before_BT,
+        "base": base_BT,
         "sent": sent,
         "step": step,
-        "expected": None if expected_BT is None else expected_BT.tolist(),
-        "after": after_BT.tolist(),
-        "again": learner.logprobs(batch).tolist(),
+        "expected": expected_BT,
+        "after": after_BT,
+        "again": learner.logprobs(batch),
     }
 
 
@@ -80,7 +80,7 @@ def _whole(learner: Learner, format: Format) -> dict[str, torch.Tensor]:
         name: tensor.clone() for name, tensor in source.tensors(dict(learner.named_parameters()))
     }
     assert source.failure is None, source.failure
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for part in exchange({name: [str(t.dtype), t.float().tolist()] for name, t in mine.items()}):
         for name, (dtype, values) in part.items():
             found[name] = torch.tensor(values).to(getattr(torch, dtype.removeprefix("torch.")))

@@ -48,10 +48,10 @@ def lies_there(tensor: Tensor) -> bool:
     return bool(getattr(tensor.untyped_storage(), _MARK, False))
 
 
-_ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
-    Tensor.device.__get__: lambda tensor: DEVICE if lies_there(tensor) else HOST,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lies_there,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda tensor: not lies_there(tensor),  # type: ignore[attr-defined]
+_ANSWERS = {
+    Tensor.device.__get__: lambda tensor: DEVICE if lies_there(tensor) else HOST,
+    Tensor.is_cuda.__get__: lies_there,
+    Tensor.is_cpu.__get__: lambda tensor: not lies_there(tensor),
 }
 
 
@@ -59,7 +59,7 @@ class _Call(threading.local):
     """The Python call that torch is executing."""
 
     there: bool | None = None  # where the result is wanted, if that was said
-    given: Any = ()
+    given = ()
 
 
 _call = _Call()

@@ -26,7 +26,7 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         prepare()
 
     learner.optimizer.prepare_grads = summed
-    steps: list[dict[str, float]] = []
+    steps = []
     for step in range(job["steps"]):
         # fewer rows, and so another number of micro-batches, than in the first
         fewer_BT = targets.mask_BT & (torch.arange(len(batch)) < len(batch) - 6 * step)[:, None]
@@ -37,7 +37,7 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": steps,
         "buckets": sum(len(ddp.bucket_groups) for ddp in learner.chunks),
-        "after": learner.logprobs(batch).tolist(),
+        "after": learner.logprobs(batch),
     }
 
 

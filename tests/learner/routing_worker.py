@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner_cases import make_batch, make_targets, with_experts
+from learner_cases import Fields, make_batch, make_targets, with_experts
 
 from megatron_rl.batch import Batch
 from megatron_rl.learner.learner import Learner
@@ -46,7 +46,7 @@ def _own(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: 
 
 def _own_when_recomputed(replay: RouterReplay) -> None:
     for router in replay._routers:
-        router.get_replay_topk = partial(_replayed_at_first, replay, router.get_replay_topk)  # type: ignore[method-assign]
+        router.get_replay_topk = partial(_replayed_at_first, replay, router.get_replay_topk)
 
 
 def _replayed_at_first(replay: RouterReplay, replayed: Any, *arguments: Any) -> Any:
@@ -56,7 +56,7 @@ def _replayed_at_first(replay: RouterReplay, replayed: Any, *arguments: Any) -> 
 
 def _half_of_the_layers(replay: RouterReplay) -> None:
     for router in replay._routers[::2]:
-        router.get_replay_topk = _own  # type: ignore[method-assign]
+        router.get_replay_topk = _own
 
 
 FAULTS = {  # of the replay; others are of what it is told
@@ -68,7 +68,6 @@ FAULTS = {  # of the replay; others are of what it is told
 
 def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
     """[B, S, L, K] of this rank's routers, row by row."""
-    assert learner._replay is not None
     chosen_BSLK = torch.full((*batch.tokens_BS.shape, LAYERS, CHOSEN), NO_EXPERT).to(torch.int16)
     for row, length in enumerate(batch.lengths_B.tolist()):
         read_SLK = chosen_BSLK[row, : length - 1]
@@ -86,7 +85,7 @@ def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
     return chosen_BSLK
 
 
-def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def faulty(learner: Learner, job: Fields) -> Fields:
     """Metrics or error of a step that replays the learner's own choices with an injected fault."""
     batch = make_batch()
     chosen_BSLK = own_choices(learner, batch)
@@ -95,7 +94,6 @@ def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         chosen_BSLK[1:, :4] = NO_EXPERT
     batch = with_experts(batch, chosen_BSLK)
     learner.take_replayed()
-    assert learner._replay is not None
     if job["fault"] in FAULTS:
         FAULTS[job["fault"]](learner._replay)
     try:
@@ -105,7 +103,7 @@ def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def routed(learner: Learner, job: Fields) -> Fields:
     batch = routed_batch(job.get("silent"))
     own_BT = learner.logprobs(replace(batch, experts_PLK=None))
     unheard = learner.take_replayed()
@@ -120,16 +118,16 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     steps = [learner.update(targets)]
     trained = learner.take_replayed()
     gradients = [
-        parameter.main_grad.tolist()  # type: ignore[attr-defined]
+        parameter.main_grad.clone()
         for name, parameter in learner.named_parameters()
         if "router" in name
     ]
     steps += [learner.update(targets) for _ in range(2)]
     return {
-        "own": own_BT.tolist(),
-        "logprobs": before_BT.tolist(),
-        "reference": reference_BT.tolist(),
-        "after": learner.logprobs(batch).tolist(),
+        "own": own_BT,
+        "logprobs": before_BT,
+        "reference": reference_BT,
+        "after": learner.logprobs(batch),
         "unheard": unheard,
         "scored": scored,
         "trained": trained,
@@ -139,10 +137,10 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def mixture(learner: Learner, job: dict[str, Any]) -> float:
+def mixture(learner: Learner, job: Fields) -> float:
     """The share of a layer's outputs that are not those of vLLM's kernels, to the last bit."""
     assert vllm_operators.has_rotary(), "vLLM's operators for hosts are not here"
-    layer: Any = learner.modules[0].decoder.layers[1].mlp  # type: ignore[union-attr, index]
+    layer = learner.modules[0].decoder.layers[1].mlp
     x_SH = torch.randn(
         512, layer.config.hidden_size, generator=torch.Generator().manual_seed(0)
     ).bfloat16()

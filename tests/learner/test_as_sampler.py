@@ -8,6 +8,7 @@ from typing import Any
 
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 pytestmark = pytest.mark.ranks
 MODELS = {
@@ -33,7 +34,7 @@ PLACES = [
 ]
 
 
-def _job(model: str, layout: dict[str, Any], slices: int, name: str, **more: Any) -> dict[str, Any]:
+def _job(model: str, layout: Fields, slices: int, name: str, **more: Any) -> Fields:
     return {
         "name": name,
         "hf": MODELS[model],
@@ -48,7 +49,7 @@ def _job(model: str, layout: dict[str, Any], slices: int, name: str, **more: Any
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     one = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
     one.append(_job("qwen3", {}, 1, "plain", forward="bf16"))
     for model, format in FORMATS.items():
@@ -76,9 +77,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "at", "slices"), PLACES)
-def test_every_layout_computes_the_same(
-    model: str, at: str, slices: int, found: dict[str, Any]
-) -> None:
+def test_every_layout_computes_the_same(model: str, at: str, slices: int, found: Fields) -> None:
     split = found[f"{model} {at} {slices}"]
     whole = found[f"{model} {slices}"]
     cases.close(split, whole, 1e-4)
@@ -89,7 +88,7 @@ def test_every_layout_computes_the_same(
 
 
 @pytest.mark.parametrize("model", FORMATS)
-def test_it_is_another_arithmetic_and_a_close_one(model: str, found: dict[str, Any]) -> None:
+def test_it_is_another_arithmetic_and_a_close_one(model: str, found: Fields) -> None:
     plain = cases.matrix(found["plain"])
     quantized, slices = (cases.matrix(found[f"{model} {slices}"]) for slices in SLICES)
     assert 1e-4 < (quantized - plain).abs().mean() < 0.1
@@ -97,27 +96,23 @@ def test_it_is_another_arithmetic_and_a_close_one(model: str, found: dict[str, A
 
 
 @pytest.mark.parametrize("model", FORMATS)
-def test_a_plain_learner_expects_what_the_sampler_computes(
-    model: str, found: dict[str, Any]
-) -> None:
+def test_a_plain_learner_expects_what_the_sampler_computes(model: str, found: Fields) -> None:
     plain = found[f"bf16 {model}"]
     assert plain["expected"] == found[f"as_sampler {model}"]["own"] != plain["own"]
 
 
 @pytest.mark.parametrize("format", FORMATS.values())
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_are_those_of_plain_layers(
-    precision: str, format: str, found: dict[str, Any]
-) -> None:
+def test_gradients_are_those_of_plain_layers(precision: str, format: str, found: Fields) -> None:
     layers = found[f"gradients {format} {precision}"]
     assert len(layers) == 4 * cases.TINY["num_hidden_layers"]
     assert all(layers.values()), layers
 
 
-def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(found: dict[str, Any]) -> None:
+def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(found: Fields) -> None:
     assert "learner.forward=as_sampler" in found["elsewhere as_sampler"]
     assert found["elsewhere bf16"] == "", "a plain learner has no part in it"
 
 
-def test_a_part_of_a_joined_matrix_is_refused(found: dict[str, Any]) -> None:
+def test_a_part_of_a_joined_matrix_is_refused(found: Fields) -> None:
     assert found["partly"].startswith("quantization.ignore ")

@@ -1,10 +1,10 @@
 """Empty packs, rows, micro-batches, replicas and batches: alike on all layouts and budgets."""
 
 import math
-from typing import Any
 
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 pytestmark = pytest.mark.ranks
 BUDGETS = {"each_row": 1, "all_rows": 8192}
@@ -15,7 +15,7 @@ PLACES += [("experts", at, "each_row") for at in cases.EXPERT_LAYOUTS if at != "
 NO_UPDATE = ("answers", "tokens to train on", "rows", "all rows but one without an answer")
 
 
-def _job(model: str, at: str, budget: str) -> dict[str, Any]:
+def _job(model: str, at: str, budget: str) -> Fields:
     return {
         "name": f"{model}_{at}_{budget}",
         "kind": "emptiness",
@@ -28,7 +28,7 @@ def _job(model: str, at: str, budget: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     one = [_job(model, "one", budget) for model in cases.MODELS for budget in BUDGETS]
     return cases.run(tmp_path_factory, one, [_job(*place) for place in PLACES])
 
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("model", "at", "budget"), [*PLACES, *((model, "one", "each_row") for model in cases.MODELS)]
 )
 def test_little_is_the_same_on_every_layout_and_in_packs_of_one_row(
-    model: str, at: str, budget: str, found: dict[str, Any]
+    model: str, at: str, budget: str, found: Fields
 ) -> None:
     for case, wanted in found[f"{model}_one_all_rows"].items():
         _same(found[f"{model}_{at}_{budget}"][case], wanted, f"without {case}")
@@ -50,7 +50,7 @@ def test_little_is_the_same_on_every_layout_and_in_packs_of_one_row(
     "a step has no token to train on", "weights, momentum and schedule stay as they are"
 )
 @pytest.mark.parametrize("case", cases.EMPTINESS)
-def test_nothing_to_train_on_updates_nothing(case: str, found: dict[str, Any]) -> None:
+def test_nothing_to_train_on_updates_nothing(case: str, found: Fields) -> None:
     for place, by_case in found.items():
         here = by_case[case]
         updates = case not in NO_UPDATE
@@ -60,7 +60,7 @@ def test_nothing_to_train_on_updates_nothing(case: str, found: dict[str, Any]) -
         assert math.isfinite(here["update"]["loss/total"]), place
 
 
-def _same(found: dict[str, Any], wanted: dict[str, Any], case: str) -> None:
+def _same(found: Fields, wanted: Fields, case: str) -> None:
     assert len(found["logprobs"]) == len(wanted["logprobs"]), case
     cases.close(found, wanted, 1e-4, rtol=1e-4)
     for what in wanted["seen"]:

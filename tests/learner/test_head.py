@@ -1,22 +1,21 @@
 """Chunked logits: equal to full ones on every layout, in bounded memory."""
 
-from typing import Any
-
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 pytestmark = pytest.mark.ranks
 STEPS = 2
 LARGE = {"vocab_size": 18992, "hidden_size": 512}  # an eighth of 151,936 and 4,096
 MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
 # what a loss asks of the logits
-ASKED: dict[str, dict[str, Any]] = {
+ASKED = {
     "plain": {},
     "kept": {"kept": True},
     "entropy": {"entropy_coef": 0.1},
     "both": {"kept": True, "entropy_coef": 0.1},
 }
-PRECISIONS: dict[str, dict[str, Any]] = {
+PRECISIONS = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
     "fp32 head": {"precision": "bf16", "head": "fp32"},
@@ -27,9 +26,9 @@ CASES += [(at, *case) for at in LAYOUTS[1:] for case in (("tied", "plain"), ("ow
 WIDE = ("one", "tp2_sp")  # where values and gradients of the head alone are compared
 
 
-def _jobs(at: str) -> list[dict[str, Any]]:
+def _jobs(at: str) -> list[Fields]:
     layout = cases.PACKS | cases.LAYOUTS.get(at, {})
-    jobs: list[dict[str, Any]] = []
+    jobs = []
     for where, model, asked in CASES:
         job = {"hf": MODELS[model], "layout": layout, "steps": STEPS, **ASKED[asked]}
         for columns in (None, 7) if where == at else ():
@@ -42,7 +41,7 @@ def _jobs(at: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     wide = {**cases.QWEN2, **LARGE, "num_hidden_layers": 1, "tie_word_embeddings": True}
     memory = {"name": "memory", "kind": "head_memory", "hf": wide, "precision": "bf16"}
     two = [job for at in LAYOUTS[1:] for job in _jobs(at)]
@@ -51,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("at", "model", "asked"), CASES)
 def test_every_layout_learns_what_it_learns_with_held_logits(
-    at: str, model: str, asked: str, found: dict[str, Any]
+    at: str, model: str, asked: str, found: Fields
 ) -> None:
     held, here = (found[f"{at} {model} {asked} {columns}"] for columns in (None, 7))
     cases.close(here, held, 1e-5)
@@ -67,7 +66,7 @@ def test_every_layout_learns_what_it_learns_with_held_logits(
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("at", WIDE)
 def test_values_and_gradients_are_those_of_held_logits(
-    at: str, precision: str, kept: bool, found: dict[str, Any]
+    at: str, precision: str, kept: bool, found: Fields
 ) -> None:
     """In BF16 products of other widths may be summed in another order, and the hidden states'
     gradient is rounded once for each piece of the vocabulary.
@@ -86,6 +85,6 @@ def test_values_and_gradients_are_those_of_held_logits(
             )
 
 
-def test_memory_of_the_largest_vocabulary_in_small(found: dict[str, Any]) -> None:
+def test_memory_of_the_largest_vocabulary_in_small(found: Fields) -> None:
     assert found["memory"]["held"] > 2
     assert found["memory"]["not"] < 0.2

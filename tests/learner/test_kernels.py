@@ -78,7 +78,7 @@ def test_updates_of_a_learner_are_the_same(tmp_path_factory: pytest.TempPathFact
 @contextmanager
 def launches() -> Iterator[list[Any]]:
     """Launches on tensors without content: kernels, arguments, constants."""
-    found: list[Any] = []
+    found = []
     recorders = {}
     for name in ("statistics_kernel", "gradient_kernel", "norm_amax_kernel"):
         recorders[name] = recorder = mock.MagicMock()

@@ -12,6 +12,7 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 from safetensors.torch import save_file
 
 from megatron_rl.config.schema import KlOn
@@ -36,25 +37,23 @@ MEASURED_ONCE = {
 }
 UPDATED = {at: LAYOUTS[at] for at in ("one", *cases.LAYOUTS)} | MEASURED_ONCE
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
-RECOMPUTED: dict[str, dict[str, Any]] = {
+RECOMPUTED = {
     "recompute": {"recompute": "full"},
     "recompute_some": {"megatron": {**cases.RECOMPUTE, "recompute_method": "block"}},
     "recompute_parts": {"recompute": "selective"},
 }
 # (learner section, words that the error must hold)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "field": ({"megatron": {"num_layer": 2}}, "learner.megatron.num_layer"),
     "world": ({"tensor_parallel": 2}, "needs 2 processes"),
 }
 
 
-def _train(
-    name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any
-) -> dict[str, Any]:
+def _train(name: str, hf: Fields, layout: Fields | None = None, **rest: Any) -> Fields:
     return {"name": name, "hf": hf, "layout": layout or {}, "steps": STEPS, **rest}
 
 
-def _activations(folders: dict[str, Path], family: str, at: str) -> dict[str, Any]:
+def _activations(folders: dict[str, Path], family: str, at: str) -> Fields:
     """Two packs per replica, and lengths that leave filler behind under sequence parallelism."""
     return {
         "name": f"activations_{family}_{at}",
@@ -67,7 +66,7 @@ def _activations(folders: dict[str, Path], family: str, at: str) -> dict[str, An
     }
 
 
-def _one_update(at: str) -> list[dict[str, Any]]:
+def _one_update(at: str) -> list[Fields]:
     """With a pass before it and without."""
     job = {
         "kind": "one_update",
@@ -80,7 +79,7 @@ def _one_update(at: str) -> list[dict[str, Any]]:
     return [{**job, "name": f"once_{at}_{scored}", "scored": scored} for scored in (True, False)]
 
 
-def _flips(folder: Path, at: str) -> dict[str, Any]:
+def _flips(folder: Path, at: str) -> Fields:
     return {
         "name": f"flips_{at}",
         "kind": "flips",
@@ -99,7 +98,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def _of_one(folders: dict[str, Path]) -> list[dict[str, Any]]:
+def _of_one(folders: dict[str, Path]) -> list[Fields]:
     bad = {"hf": cases.QWEN3, "kind": "nonfinite"}
     return [
         *(
@@ -134,7 +133,7 @@ def _of_one(folders: dict[str, Path]) -> list[dict[str, Any]]:
     ]
 
 
-def _of_two(folders: dict[str, Path]) -> list[dict[str, Any]]:
+def _of_two(folders: dict[str, Path]) -> list[Fields]:
     jobs = [job for at in UPDATED if not at.startswith("one") for job in _one_update(at)]
     for at, layout in cases.LAYOUTS.items():
         jobs += [
@@ -162,20 +161,20 @@ def _of_two(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fields:
     return cases.run(tmp_path_factory, _of_one(folders), _of_two(folders))
 
 
 @pytest.mark.parametrize("case", [*cases.FAMILIES, *(f"qwen2_{at}" for at in cases.LAYOUTS)])
 def test_logprobs_are_those_of_transformers(
-    case: str, found: dict[str, Any], folders: dict[str, Path]
+    case: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     family = case if case in folders else "qwen2"
     cases.close(found[case], cases.transformers_logprobs(folders[family]), 3e-5)
 
 
 def test_logprobs_among_kept_tokens_are_those_of_transformers(
-    found: dict[str, Any], folders: dict[str, Path]
+    found: Fields, folders: dict[str, Path]
 ) -> None:
     batch = cases.with_kept(cases.make_batch())
     wanted_BT = cases.transformers_logprobs(folders["qwen2"], batch)
@@ -183,7 +182,7 @@ def test_logprobs_among_kept_tokens_are_those_of_transformers(
     assert (wanted_BT - cases.matrix(found["qwen2"])).abs().max() > 1
 
 
-def test_what_the_policy_would_not_have_kept_is_counted(found: dict[str, Any]) -> None:
+def test_what_the_policy_would_not_have_kept_is_counted(found: Fields) -> None:
     step = found["kept"]["steps"][0]
     assert 0.5 < step["rollout_corr/outside_support"] < 1  # answers at random
     assert step["rollout_corr/kept_log_mass"] < -1
@@ -203,9 +202,7 @@ ALIKE += [("own_recompute", "fp32", 1e-4)]
 
 
 @pytest.mark.parametrize(("case", "wanted", "rel"), ALIKE)
-def test_layouts_and_packs_train_alike(
-    case: str, wanted: str, rel: float, found: dict[str, Any]
-) -> None:
+def test_layouts_and_packs_train_alike(case: str, wanted: str, rel: float, found: Fields) -> None:
     here = found[case]
     there = found[wanted]
     assert len(here["steps"]) == STEPS
@@ -214,7 +211,7 @@ def test_layouts_and_packs_train_alike(
     cases.close(here, there, 20 * rel, "after")
 
 
-def test_training_moves_the_policy(found: dict[str, Any]) -> None:
+def test_training_moves_the_policy(found: Fields) -> None:
     """Guards the comparisons above: they would also hold for a learner that does nothing."""
     for case in ("fp32", "bf16", "untied", "moe"):
         moved = (cases.matrix(found[case], "after") - cases.matrix(found[case])).abs().max()
@@ -258,7 +255,7 @@ def transformers_activations(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     ("family", "at"), [(family, at) for family, layouts in SEEN.items() for at in layouts]
 )
 def test_every_layout_sees_the_same_activations(
-    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+    family: str, at: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     case = found[f"activations_{family}_{at}"]
     wanted_LNH, cache_L2 = transformers_activations(folders[family])
@@ -272,9 +269,7 @@ def test_every_layout_sees_the_same_activations(
 
 
 @pytest.mark.parametrize("at", UPDATED)
-def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
-    at: str, found: dict[str, Any]
-) -> None:
+def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(at: str, found: Fields) -> None:
     """Maxima are taken of each norm and each cache once in a micro-batch, whether activations are
     recomputed or not.
     """
@@ -303,8 +298,8 @@ def transformers_experts(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["one", *cases.EXPERT_LAYOUTS])
-def test_router_flips_are_counted_layer_by_layer(layout: str, found: dict[str, Any]) -> None:
-    same, exchanged, silent = found[f"flips_{layout}"]["found"]
+def test_router_flips_are_counted_layer_by_layer(layout: str, found: Fields) -> None:
+    same, exchanged, silent = found[f"flips_{layout}"]
     tokens = int(cases.make_batch().lengths_B.sum())
     assert same == {"sync/router_flips": 0} | {
         f"sync/router_flips/layer_{layer}": 0 for layer in range(4)
@@ -315,13 +310,13 @@ def test_router_flips_are_counted_layer_by_layer(layout: str, found: dict[str, A
     assert silent == {}
 
 
-def test_entropy_bonus_raises_entropy(found: dict[str, Any]) -> None:
+def test_entropy_bonus_raises_entropy(found: Fields) -> None:
     assert (
         found["entropy"]["steps"][-1]["loss/entropy"] > found["fp32"]["steps"][-1]["loss/entropy"]
     )
 
 
-def test_the_kl_of_rejected_rows_is_computed_where_it_counts(found: dict[str, Any]) -> None:
+def test_the_kl_of_rejected_rows_is_computed_where_it_counts(found: Fields) -> None:
     assert "loss/kl" not in found["trained"]
     assert found["trained"]["optim/grad_norm"] == 0.0
     assert found["counted"]["loss/kl"] == pytest.approx(math.exp(-0.5) - 0.5, rel=1e-4)
@@ -329,22 +324,20 @@ def test_the_kl_of_rejected_rows_is_computed_where_it_counts(found: dict[str, An
     assert found["counted"]["optim/grad_norm"] > 0.0
 
 
-def test_what_cannot_work_is_refused_by_name(found: dict[str, Any]) -> None:
+def test_what_cannot_work_is_refused_by_name(found: Fields) -> None:
     for case, (_, words) in REFUSED.items():
         assert words in found[f"no_{case}"], case
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_another_order_of_ranks_than_megatron_s_is_refused(
-    name: str, found: dict[str, Any]
-) -> None:
+def test_another_order_of_ranks_than_megatron_s_is_refused(name: str, found: Fields) -> None:
     """Such a rank would load one shard and send another."""
     ours, megatrons = re.findall(r"Place\([^)]*\)", found[f"order_{name}"])
     assert ours != megatrons == str(Place())
 
 
 @pytest.mark.parametrize("case", ["raise", "skip"])
-def test_a_non_finite_loss_leaves_the_policy_alone(case: str, found: dict[str, Any]) -> None:
+def test_a_non_finite_loss_leaves_the_policy_alone(case: str, found: Fields) -> None:
     result = found[case]
     assert result["unchanged"]
     assert result["next"]["optim/skipped"] == 0.0
@@ -356,9 +349,9 @@ def test_a_non_finite_loss_leaves_the_policy_alone(case: str, found: dict[str, A
         assert result["error"] == ""
 
 
-def test_the_driver_reaches_every_rank(found: dict[str, Any]) -> None:
+def test_the_driver_reaches_every_rank(found: Fields) -> None:
     assert found["broadcast"] == {"same": 2.0, "rank_0": 1.0, "rank_1": 1.0}
 
 
-def test_a_dead_rank_does_not_hang_the_others(found: dict[str, Any]) -> None:
+def test_a_dead_rank_does_not_hang_the_others(found: Fields) -> None:
     assert found["dead_rank"]

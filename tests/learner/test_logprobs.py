@@ -65,8 +65,7 @@ def test_values_and_gradients(
                 torch.testing.assert_close(here.double(), there, rtol=1e-5, atol=atol)
             for values in (found, wanted):
                 parts = zip(values, scales, strict=True)
-                sum((value * scale).sum() for value, scale in parts if scale is not None).backward()  # type: ignore[union-attr]
-            assert mine.grad is not None and theirs.grad is not None
+                sum((value * scale).sum() for value, scale in parts if scale is not None).backward()
             torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=atol)
             assert not mine.grad[:, VOCAB:].any()  # padding of the vocabulary never learns
             assert torch.equal(mine.detach(), logits_NV)
@@ -90,7 +89,7 @@ def test_without_entropy_the_logprobs_are_the_same(
     assert absent is None and torch.equal(found, wanted)
     for value in (wanted, found):
         (value * torch.linspace(-1, 1, ROWS)).sum().backward()
-    assert torch.equal(alone.grad, both.grad)  # type: ignore[arg-type]
+    assert torch.equal(alone.grad, both.grad)
     assert asked == [3, 2]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,9 +62,7 @@ AT = {
 }
 
 
-def _job(
-    family: str, at: str, layout: dict[str, Any], folders: dict[str, Path], **more: Any
-) -> dict[str, Any]:
+def _job(family: str, at: str, layout: Fields, folders: dict[str, Path], **more: Any) -> Fields:
     lora = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS[family]}
     where = folders[family]
     return {
@@ -79,7 +78,7 @@ def _job(
     }
 
 
-def _twins(at: str, layout: dict[str, Any], folders: dict[str, Path]) -> list[dict[str, Any]]:
+def _twins(at: str, layout: Fields, folders: dict[str, Path]) -> list[Fields]:
     """A BF16 learner with adapters, and one without that loads what the first has merged."""
     first = _job("qwen3", f"bf16_{at}", layout, folders, precision="bf16")
     rest = {"layout": layout, "precision": "bf16", "folder": f"{first['out']}/merged"}
@@ -87,7 +86,7 @@ def _twins(at: str, layout: dict[str, Any], folders: dict[str, Path]) -> list[di
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fields:
     one = [_job(family, "one", {}, folders) for family in MODELS]
     one.append(_job("qwen3", "recompute", {"megatron": cases.RECOMPUTE}, folders))
     two = [_job(family, at, layout, folders) for (family, at), layout in AT.items()]
@@ -193,7 +192,7 @@ CASES = [*((family, "one") for family in MODELS), ("qwen3", "recompute"), *AT]
 
 @pytest.mark.parametrize(("family", "at"), CASES)
 def test_logprobs_and_gradients_are_those_of_peft(
-    family: str, at: str, found: dict[str, Any], wanted: dict[str, Any], folders: dict[str, Path]
+    family: str, at: str, found: Fields, wanted: Fields, folders: dict[str, Path]
 ) -> None:
     logprobs_BT, gradients, _ = wanted[family]
     mask_BT = cases.make_batch().mask_BT
@@ -211,9 +210,7 @@ def test_logprobs_and_gradients_are_those_of_peft(
 
 
 @pytest.mark.parametrize(("family", "at"), [case for case in CASES if case[1] != "one"])
-def test_a_sync_sends_the_same_bytes_from_every_layout(
-    family: str, at: str, found: dict[str, Any]
-) -> None:
+def test_a_sync_sends_the_same_bytes_from_every_layout(family: str, at: str, found: Fields) -> None:
     sent = found[f"{family}_{at}"]["sent"]
     alone = found[f"{family}_one"]["sent"]
     assert sent == alone and sent["int8"] != sent["none"]
@@ -221,7 +218,7 @@ def test_a_sync_sends_the_same_bytes_from_every_layout(
 
 @pytest.mark.parametrize("family", MODELS)
 def test_merged_weights_are_those_of_peft_to_one_rounding(
-    family: str, found: dict[str, Any], wanted: dict[str, Any], folders: dict[str, Path]
+    family: str, found: Fields, wanted: Fields, folders: dict[str, Path]
 ) -> None:
     _, _, merged = wanted[family]
     its = load_file(folders[family].parent / f"out_{family}_one" / "merged" / "model.safetensors")
@@ -233,7 +230,7 @@ def test_merged_weights_are_those_of_peft_to_one_rounding(
 
 @pytest.mark.parametrize(("family", "at"), CASES)
 def test_without_its_adapters_it_is_the_reference(
-    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+    family: str, at: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     case = found[f"{family}_{at}"]
     mask_BT = cases.make_batch().mask_BT
@@ -245,7 +242,7 @@ def test_without_its_adapters_it_is_the_reference(
 
 @pytest.mark.parametrize(("family", "at"), CASES)
 def test_a_checkpoint_holds_adapters_alone(
-    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+    family: str, at: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     from megatron_rl.checkpoint.torch_dist.index import read_index
 
@@ -257,7 +254,7 @@ def test_a_checkpoint_holds_adapters_alone(
 
 @pytest.mark.parametrize("at", ["one", "tp2"])
 def test_the_probe_expects_what_a_sampler_of_the_merged_weights_says(
-    at: str, found: dict[str, Any]
+    at: str, found: Fields
 ) -> None:
     case = found[f"qwen3_bf16_{at}"]
     twin = found[f"twin_{at}"]

@@ -10,18 +10,19 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.ranks
 MADE_THERE = {"use_cpu_initialization": False}  # as on GPUs
-WHOLE: dict[str, Any] = {
+WHOLE: Fields = {
     "kind": "whole",
     "precision": "bf16",
     "offload": "optimizer",
     "smoothing": 0.5,
     "kv_cache": "fp8",
 }
-JOBS: dict[str, dict[str, Any]] = {
+JOBS = {
     "its own anchor": {"kind": "one_update", "scored": False, "smoothing": 0.5, "kv_cache": "fp8"},
     "kept and entropy": {"steps": 2, "kept": True, "entropy_coef": 0.1},
     "noise": {"kind": "noise", "precision": "bf16"},
@@ -32,16 +33,16 @@ JOBS: dict[str, dict[str, Any]] = {
     "whole fp32 experts": {**WHOLE, "precision": "fp32", "hf": cases.QWEN3_MOE},
     "gspo": {"steps": 1, "loss": "gspo"},
 }
-OF_TWO: dict[str, dict[str, Any]] = {
+OF_TWO = {
     "tp2_sp": {**WHOLE, "at": "tp2_sp"},
     "pp2": {**WHOLE, "at": "pp2"},
     "ep2": {**WHOLE, "at": "ep2", "hf": cases.QWEN3_MOE, "optim": {"overlap_grad_reduce": True}},
 }
 
 
-def _run(world: int, wanted: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+def _run(world: int, wanted: dict[str, Fields], folder: Path) -> Fields:
     mixes = {"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True}
-    jobs: list[dict[str, Any]] = [{**mixes, "layout": {"data_parallel": world}}]
+    jobs = [{**mixes, "layout": {"data_parallel": world}}]
     random = torch.Generator().manual_seed(0)
     chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=random).short()
     save_file({"chosen": chosen_BSLK}, folder / "chosen.safetensors")
@@ -58,22 +59,22 @@ def _run(world: int, wanted: dict[str, dict[str, Any]], folder: Path) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     one = _run(1, JOBS, tmp_path_factory.mktemp("one"))
     return one | _run(2, OF_TWO, tmp_path_factory.mktemp("two"))
 
 
-def test_a_device_refuses_the_cpu_s_values(found: dict[str, Any]) -> None:
+def test_a_device_refuses_the_cpu_s_values(found: Fields) -> None:
     assert found["mixes"] == []
 
 
 @pytest.mark.parametrize("name", [*JOBS, *OF_TWO])
-def test_a_device_gives_the_numbers_of_the_cpu(name: str, found: dict[str, Any]) -> None:
+def test_a_device_gives_the_numbers_of_the_cpu(name: str, found: Fields) -> None:
     _same(found[f"{name} device"], found[f"{name} host"])
 
 
 @pytest.mark.parametrize("name", ["whole", "whole fp32 experts"])
-def test_a_save_on_a_device_resumes(name: str, found: dict[str, Any]) -> None:
+def test_a_save_on_a_device_resumes(name: str, found: Fields) -> None:
     case = found[f"{name} device"]
     _, second, again = case["steps"]
     after, loaded, trained, _ = case["logprobs"]

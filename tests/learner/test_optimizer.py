@@ -2,10 +2,9 @@
 every layout, also in a checkpoint.
 """
 
-from typing import Any
-
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 from megatron_rl.config.schema import Decay, OptimSection
 from megatron_rl.learner.optimizer import learning_rate
@@ -31,7 +30,7 @@ def test_a_warmup_reaches_the_rate_on_its_last_step_and_a_decay_the_minimum(deca
     assert learning_rate(OptimSection(lr=1.0, warmup_steps=0), 0, 10) == 1.0
 
 
-def _job(at: str, model: str, precision: str, offload: str) -> dict[str, Any]:
+def _job(at: str, model: str, precision: str, offload: str) -> Fields:
     return {
         "name": f"{at} {model} {precision} {offload}",
         "kind": "aside",
@@ -43,7 +42,7 @@ def _job(at: str, model: str, precision: str, offload: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     jobs = [_job(*place, offload) for place in PLACES for offload in ("none", "optimizer")]
     one = [job for job in jobs if job["name"].startswith("one")]
     return cases.run(tmp_path_factory, one, [job for job in jobs if job not in one])
@@ -52,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 def test_updates_and_checkpoints_are_what_they_are_without(
-    place: tuple[str, str, str], found: dict[str, Any]
+    place: tuple[str, str, str], found: Fields
 ) -> None:
     name = " ".join(place)
     plain = found[f"{name} none"]

@@ -28,7 +28,7 @@ def names(trace: Path) -> set[str]:
 
 
 def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path) -> None:
-    notes: list[str] = []
+    notes = []
     profiler = Profiler([2, 4], tmp_path, 3, notes.append)
     for step in range(1, 4):
         passes(profiler, step, MICRO_BATCHES + 2, 1, 0)
@@ -53,7 +53,7 @@ def test_nothing_is_recorded_elsewhere(tmp_path: Path, rank: int | None) -> None
 
 
 def test_a_trace_without_a_place_does_not_end_the_run(tmp_path: Path) -> None:
-    notes: list[str] = []
+    notes = []
     (tmp_path / "profile_1").write_text("in the way")
     passes(Profiler([1], tmp_path, 0, notes.append), 1, 1)
     assert len(notes) == 1

@@ -1,10 +1,9 @@
 """Gradients that travel while backward goes on: the same sums, no earlier than they are whole."""
 
-from typing import Any
-
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import OptimSection
@@ -14,7 +13,7 @@ from megatron_rl.learner.optimizer import replicas_config
 pytestmark = pytest.mark.ranks
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # several buckets of a tiny model
 # name -> (config.json, learner section, precision)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+CASES = {
     "dp2": (cases.QWEN3, {"data_parallel": 2, **cases.PACKS}, "fp32"),
     "dp2_bf16": (cases.QWEN3, {"data_parallel": 2, **cases.PACKS}, "bf16"),
     "dp2_recompute": (
@@ -28,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     folder = tmp_path_factory.mktemp("replicas")
     jobs = []
     for name, (hf, layout, precision) in CASES.items():
@@ -56,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_sums_are_the_same(case: str, found: dict[str, Any]) -> None:
+def test_the_sums_are_the_same(case: str, found: Fields) -> None:
     plain = found[f"{case} plain"]
     overlap = found[f"{case} overlap"]
     for rank in range(2):
@@ -87,6 +86,6 @@ def test_gradients_overlap_by_default_between_gpus(
     assert made.overlap_grad_reduce == (count > 1 and not on_host)
 
 
-def test_a_checkpoint_of_many_buckets_is_any_learner_s(found: dict[str, Any]) -> None:
+def test_a_checkpoint_of_many_buckets_is_any_learner_s(found: Fields) -> None:
     assert found[f"read {OVERLAP}"] == found["wrote"]
     cases.same_steps(found["read {}"], found["wrote"], rtol=1e-5, atol=1e-7)

@@ -8,6 +8,7 @@ from unittest import mock
 import learner_cases as cases
 import pytest
 import torch
+from learner_cases import Fields
 from routing_worker import routed_batch
 
 pytestmark = pytest.mark.ranks
@@ -25,7 +26,7 @@ LOST = ("cache_hit", "layers")
 SILENT = 2  # the row without choices of experts
 
 
-def _job(name: str, folder: Path, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _job(name: str, folder: Path, layout: Fields, **more: Any) -> Fields:
     return {
         "name": name,
         "kind": "routed",
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fields:
     recompute = {**cases.PACKS, "megatron": cases.RECOMPUTE}
     unclipped = {"loss": "cross_entropy", "optim": {"clip_grad": 1e9}}
     one = [_job(family, folders[family], {}, hf=hf, **unclipped) for family, hf in FAMILIES.items()]
@@ -91,13 +92,13 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return found_BT.detach(), torch.stack(gradients)
 
 
-def test_a_layer_of_experts_rounds_as_vllm_s(found: dict[str, Any]) -> None:
+def test_a_layer_of_experts_rounds_as_vllm_s(found: Fields) -> None:
     assert found["mixture"] < 1e-4  # sums in another order, beside the middle of two values
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
-    family: str, found: dict[str, Any], folders: dict[str, Path]
+    family: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     wanted_BT, gradients_LEH = transformers_routed(folders[family])
     cases.close(found[family], wanted_BT, 3e-5)
@@ -110,7 +111,7 @@ def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("case", ["packs", "recompute", *LAYOUTS, *FOUR])
-def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None:
+def test_every_layout_and_pass_replays(case: str, found: Fields) -> None:
     here = found[case]
     one = found["one"]
     cases.close(here, one, 3e-5)
@@ -124,7 +125,7 @@ def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None
     assert one["scored"]["router/flips"] > 0.5
 
 
-def test_what_is_silent_is_chosen_by_the_learner_and_counted(found: dict[str, Any]) -> None:
+def test_what_is_silent_is_chosen_by_the_learner_and_counted(found: Fields) -> None:
     silent = found["silent"]
     one = found["one"]
     assert one["unheard"]["router/replayed"] == 0
@@ -137,11 +138,11 @@ def test_what_is_silent_is_chosen_by_the_learner_and_counted(found: dict[str, An
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_run_is_refused_whose_choices_are_wrong(fault: str, found: dict[str, Any]) -> None:
+def test_a_run_is_refused_whose_choices_are_wrong(fault: str, found: Fields) -> None:
     assert WRONG[fault] in found[f"fault_{fault}"]["refused"]
 
 
 @pytest.mark.parametrize("fault", LOST)
-def test_a_run_says_which_choices_are_lost(fault: str, found: dict[str, Any]) -> None:
+def test_a_run_says_which_choices_are_lost(fault: str, found: Fields) -> None:
     step = found[f"fault_{fault}"]
     assert 0 < step["router/replayed"] < 1

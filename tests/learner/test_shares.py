@@ -1,12 +1,11 @@
 """Batches that only the driver holds: trained as if on every rank; each replica gets its rows."""
 
-from typing import Any
-
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 # (name, model, layout, more of the job)
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+CASES = [
     *((at, cases.QWEN3, cases.LAYOUTS[at], {"kept": True}) for at in ("tp2", "pp2", "vp2", "dp2")),
     *(
         (f"experts_{at}", cases.QWEN3_MOE, layout, {"experts": True})
@@ -22,34 +21,29 @@ STAGES = {
 REPLICAS = {"dp2", "experts_ep2"}
 
 
-def _job(
-    name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, Any]
-) -> dict[str, Any]:
+def _job(name: str, hf: Fields, layout: Fields, more: Fields) -> Fields:
     router = {"router": "replay"} if more.get("experts") else {}
     layout = {"tokens_per_microbatch": 60, **layout, **router}
     return {"kind": "shared", "name": name, "hf": hf, "layout": layout, **more}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
     four = [
         _job(name, cases.QWEN3_MOE, layout, {"experts": True}) for name, layout in STAGES.items()
     ]
-    found = cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES])
-    return found | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
+    return cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES], four)
 
 
 @pytest.mark.parametrize("name", ["alone", *(case[0] for case in CASES), *STAGES])
-def test_passes_and_updates_are_the_same_to_the_last_bit(found: dict[str, Any], name: str) -> None:
+def test_passes_and_updates_are_the_same_to_the_last_bit(found: Fields, name: str) -> None:
     assert found[name]["same"] == [True, True]
     assert all(found[name]["empty"]), "only the driver is told"
 
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
-def test_each_replica_gets_the_rows_that_it_passes_and_no_others(
-    found: dict[str, Any], name: str
-) -> None:
+def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: Fields, name: str) -> None:
     driver, other = found[name]["ranks"]
     assert driver["rows"] == 14 and other["again"] == 0, "rows that are there are not sent again"
     if name in REPLICAS:
@@ -64,16 +58,11 @@ def test_each_replica_gets_the_rows_that_it_passes_and_no_others(
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_s_ranks_hold_the_choices_of_its_layers(found: dict[str, Any], name: str) -> None:
-    # the driver has the whole batch
-    assert [rank["layers"] for rank in found[name]["ranks"]] == [
-        0,
-        2,
-        2,
-        2,
-    ]
+def test_a_stage_s_ranks_hold_the_choices_of_its_layers(found: Fields, name: str) -> None:
+    """The driver has the whole batch."""
+    assert [rank["layers"] for rank in found[name]["ranks"]] == [0, 2, 2, 2]
 
 
-def test_a_lone_rank_moves_nothing(found: dict[str, Any]) -> None:
+def test_a_lone_rank_moves_nothing(found: Fields) -> None:
     (only,) = found["alone"]["ranks"]
     assert only["sent"] == only["received"] == 0

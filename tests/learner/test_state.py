@@ -1,10 +1,10 @@
 """A learner that reads another's state continues exactly like it, on any pair of layouts."""
 
 from pathlib import Path
-from typing import Any
 
 import learner_cases as cases
 import pytest
+from learner_cases import Fields
 
 pytestmark = pytest.mark.ranks
 LAYOUTS = {"dense": ("one", "tp2", "pp2", "dp2"), "experts": ("one", "ep2", "cp2")}
@@ -18,7 +18,7 @@ def _read(model: str, precision: str, writer: str, reader: str) -> bool:
     return reader == writer or (precision == "fp32" and (writer == "one" or reader == following))
 
 
-def _job(folder: Path, model: str, precision: str, writer: str, reader: str = "") -> dict[str, Any]:
+def _job(folder: Path, model: str, precision: str, writer: str, reader: str = "") -> Fields:
     return {
         "name": f"{model} {precision} {writer} {reader}".strip(),
         "kind": "checkpoint",
@@ -39,9 +39,9 @@ CASES = [(*writer, at) for writer in WRITERS for at in LAYOUTS[writer[0]] if _re
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     folder = tmp_path_factory.mktemp("state")
-    found: dict[str, Any] = {}
+    found = {}
     for jobs in (WRITERS, CASES):
         one = [_job(folder, *job) for job in jobs if job[-1] == "one"]
         found |= cases.run(
@@ -51,9 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "precision", "writer", "reader"), CASES)
-def test_it_goes_on(
-    results: dict[str, Any], model: str, precision: str, writer: str, reader: str
-) -> None:
+def test_it_goes_on(results: Fields, model: str, precision: str, writer: str, reader: str) -> None:
     wrote = results[f"{model} {precision} {writer}"]
     read = results[f"{model} {precision} {writer} {reader}"]
     if writer == reader:
