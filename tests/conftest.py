@@ -28,14 +28,15 @@ hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
-    *(
-        "test_asked_to_stop.py",
-        "test_endings.py",
-        "test_ahead.py",
-        "test_leftovers.py",
-        "test_stopped.py",
-    ),
-    *("test_layouts.py", "test_converter.py", "test_sync.py", "test_slurm_signals.py"),
+    "test_asked_to_stop.py",
+    "test_endings.py",
+    "test_ahead.py",
+    "test_leftovers.py",
+    "test_stopped.py",
+    "test_layouts.py",
+    "test_converter.py",
+    "test_sync.py",
+    "test_slurm_signals.py",
     "test_end_to_end.py",
     "test_kills.py",
     "test_fleet.py",
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """What was done and what must follow travel with the result, for the table at the end."""
+    """A fault's description travels with the result, for the table at the end."""
     report = yield
     if fault := item.get_closest_marker("fault"):
         report.user_properties.append(("fault", fault.args))
@@ -119,13 +120,7 @@ def pytest_terminal_summary(
     if not config.getoption("--faults"):
         return
     verdicts: dict[tuple[str, str], str] = {}
-    # the worst of a case's tests speaks last
-    for verdict in (
-        "passed",
-        "skipped",
-        "failed",
-        "error",
-    ):
+    for verdict in ("passed", "skipped", "failed", "error"):  # the worst of a case's tests is last
         for report in terminalreporter.stats.get(verdict, []):
             for name, case in getattr(report, "user_properties", []):
                 if name == "fault":

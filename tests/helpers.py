@@ -1,5 +1,5 @@
-"""What tests of several rooms ask: the command line in this process, a program in another one, a
-refusal's words.
+"""Helpers of several packages: the command line in this process, a program in another one, the
+text of a refusal.
 """
 
 import json
@@ -27,13 +27,13 @@ from megatron_rl.models.shape import ModelShape
 
 
 class Command:
-    """`megatron-rl` as it is typed: what it says, once it has ended as it should."""
+    """`megatron-rl` as it is typed; returns its output, and checks its status."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self._capture = capture
 
     def __call__(self, *words: object, status: int = 0) -> str:
-        """What stands on the screen after a success, and among the errors after a failure."""
+        """Standard output after a success, standard error after a failure."""
         self._capture.readouterr()
         ended = cli.main([str(word) for word in words])
         out, err = map(_elsewhere, self._capture.readouterr())
@@ -52,7 +52,7 @@ class Command:
 
 
 def _elsewhere(said: str) -> str:
-    """What is said on any host: one without BF16 instructions is told so."""
+    """The output on any CPU, without the line on missing BF16 instructions."""
     return "".join(
         line for line in said.splitlines(keepends=True) if "this host multiplies BF16" not in line
     )
@@ -65,7 +65,7 @@ def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
 
 
 def program(code: str, *words: object, **environment: str) -> str:
-    """What an interpreter of its own prints, which finds what this one finds and ends well."""
+    """Output of a new interpreter with the paths of this one, which ends well."""
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.run(
@@ -74,7 +74,7 @@ def program(code: str, *words: object, **environment: str) -> str:
 
 
 def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
-    """Looks that take long are few."""
+    """Wait until `happened`; the longer a call takes, the fewer there are."""
     begun = now = time.monotonic()
     while not happened():
         assert now - begun < seconds, f"not within {seconds:g} s: {what}"
@@ -160,7 +160,7 @@ def block(page: Path, language: str, number: int = 0) -> str:
 
 
 def typed(place: Path, line: str) -> str:
-    """What a line of a page says, in a shell that finds this environment's programs."""
+    """Output of a line of a page, in a shell that finds this environment's programs."""
     around = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=around, capture_output=True, text=True, timeout=400
@@ -183,7 +183,7 @@ APART = (
 
 
 def lone_rank() -> Any:
-    """What a learner's data plane looks at, of a rank that is the only one."""
+    """Stand-in for the only rank of a learner, as far as its data plane reads it."""
     layout = Layout()
     about = {
         "is_driver": True,

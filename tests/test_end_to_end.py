@@ -1,6 +1,4 @@
-"""What a user does: train from a recipe on two ranks with a quantized engine, and stop it at any
-moment.
-"""
+"""Training from a recipe on two ranks with a quantized engine, and a stop at any moment."""
 
 import gzip
 import json
@@ -178,9 +176,7 @@ def test_every_token_goes_to_the_experts_that_were_chosen_for_it(place: Path, ca
 
 
 def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
-    """Where rounding is known to the last step (docs/one_arithmetic.md); elsewhere no more than a
-    bound.
-    """
+    """Close where rounding is known to the last step (docs/one_arithmetic.md), else bounded."""
     run = ["run.name=one_arithmetic", "learner.forward=as_sampler", "quantization.smoothing=0.5"]
     train(warm_start, "quickstart.yaml", *SMALL, *run, fresh=False)
     known = not torch.cpu._is_avx512_supported()

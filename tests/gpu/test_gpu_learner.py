@@ -120,8 +120,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Fields:
 
 @pytest.fixture(scope="module")
 def in_bf16(folders: dict[str, Path]) -> dict[str, float]:
-    """How far each model is from itself in FP32, on average: 0.07 to 0.41, as its weights are
-    random and large.
+    """Mean distance of each model from itself in FP32: 0.07 to 0.41, as its weights are random
+    and large.
     """
     found = {}
     for family, folder in folders.items():
@@ -202,7 +202,7 @@ def test_packs_of_one_row_and_recomputing_change_nothing(
 
 
 def test_the_policy_is_its_own_anchor_before_its_first_step(one: Fields) -> None:
-    """What `logprobs` gives and what `update` computes for the same weights: the ratio is 1."""
+    """`logprobs` and `update` compute the same for the same weights: the ratio is 1."""
     for name in ("dense", "experts", *(f"fp8_{scales}" for scales in SCALES)):
         assert one[name]["steps"][0]["loss/approx_kl"] == pytest.approx(0, abs=1e-3), name
 

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
+"""The engine on a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
 H100 (docs/gpu.md), one test at a time: an engine measures the memory that others take and give back
 meanwhile.
 
@@ -182,7 +182,7 @@ def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(
 
 
 def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
-    """What the plan reckons with, on any device: start alone, asleep beside an update, awake beside
+    """The plan's assumptions, on any device: start alone, asleep beside an update, awake beside
     the rest.
     """
     config = make_config(Transport.ipc)

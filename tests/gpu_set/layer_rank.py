@@ -67,6 +67,10 @@ def learner_of(family: str, learner: LearnerSection, quantization: QuantizationS
     return Learner(model, Sections.of(config))
 
 
+def first_expert(learner: Learner) -> int:
+    return learner.place.ep * len(learner.layout.local_experts(learner.shape.experts, 0))
+
+
 def parameters(learner: Learner) -> dict[str, Any]:
     """Names, shapes and marks of a rank's weights, against the mapping table."""
     shape = learner.shape
@@ -74,10 +78,7 @@ def parameters(learner: Learner) -> dict[str, Any]:
     found = set()
     problems = []
     for name, parameter in learner.modules[0].named_parameters():
-        param = find(
-            global_name(name, 0, learner.place.ep * len(layout.local_experts(shape.experts, 0))),
-            shape,
-        )
+        param = find(global_name(name, 0, first_expert(learner)), shape)
         found.add(param.megatron)
         if tuple(parameter.shape) != param.local_shape(layout):
             problems.append(
@@ -109,8 +110,7 @@ def sync(learner: Learner, quantization: QuantizationSection) -> dict[str, Any]:
 
 
 def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[float]]:
-    """What layers put out that imitate an engine, and what they would without: relative errors, by
-    kind of layer.
+    """Relative errors of the outputs of layers that imitate an engine, and of plain layers.
 
     Against weights that were quantized whole, multiplied in FP64 by inputs that an engine of
     `slices` ranks rounds.
@@ -120,11 +120,7 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
     layout = learner.layout
     engine = Rounding(format, (), slices)
     errors = dict[str, list[float]]()
-    first = (
-        place.ep * len(layout.local_experts(learner.shape.experts, 0))
-        if learner.shape.experts
-        else 0
-    )
+    first = first_expert(learner)
 
     def rounded(name: str) -> torch.Tensor:
         made = quantize(get(name).bfloat16(), format)
@@ -134,9 +130,9 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
         largest = 127 if format == Format.int8 else 448
         scale = x_MK.double().abs().amax(1, keepdim=True) / largest
         codes = x_MK.double() / scale
-        return (
-            codes.round() if format == Format.int8 else codes.to(torch.float8_e4m3fn).double()
-        ) * scale
+        if format == Format.int8:
+            return codes.round() * scale
+        return codes.to(torch.float8_e4m3fn).double() * scale
 
     with fake_quantized(learner.numbered_modules, learner.model, learner.groups, engine, None):
         for name, layer in learner.modules[0].named_modules():
@@ -171,7 +167,6 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
                 for param, some in zip(params, inputs.split(sizes), strict=True):
                     hf = rounded if what == "imitated" else lambda one: get(one).bfloat16().float()
                     own = local_shard(param.megatron, learner.shape, layout, place, hf)
-                    some = some
                     if row and not grouped:  # the ranks' sum
                         own = torch.cat([hf(one) for one in param.hf])
                     elif row:

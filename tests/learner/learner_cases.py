@@ -140,7 +140,7 @@ def _batch(
 
 
 def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
-    """As sampled among 1 to `most` tokens at each position."""
+    """The batch, sampled among 1 to `most` tokens at each position."""
     random = torch.Generator().manual_seed(seed)
     counts_BT = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32)
     ids = []

@@ -32,12 +32,12 @@ from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Precision
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules.observers import Amax
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
@@ -143,7 +143,7 @@ def aside(learner: Learner, job: Fields) -> Fields:
 def _digest(learner: Learner) -> str:
     """Digest of everything that this rank writes into a checkpoint."""
     found = hashlib.sha256()
-    for block in state.LearnerState(learner).blocks():
+    for block in LearnerState(learner).blocks():
         values = block.tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
         found.update(f"{block.key} {block.offset}".encode() + values)
     return found.hexdigest()
@@ -154,11 +154,10 @@ def one_update(learner: Learner, job: Fields) -> Fields:
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
     found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
-    parts = {
-        name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")
-    }
+    masks = found.mask_BT, found.denominator_mask_BT
+    targets = Targets(batch, anchor_BT, None, advantages_B, found.weights_BT, *masks)
     with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
-        metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
+        metrics = learner.update(targets)
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
     each = len(learner.own_layers) * len(learner._work(batch, range(len(batch))).packs)
     own_BT = learner.take_own_logprobs()
@@ -377,20 +376,20 @@ def checkpoint(learner: Learner, job: Fields) -> Fields:
     batch = make_batch()
     folder = Path(job["checkpoint"])
     targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
+    held = LearnerState(learner)
+    tensors_file = folder / f"own_{learner.rank}.safetensors"
+    text_file = tensors_file.with_suffix(".json")
     if job["reads"]:
-        state.LearnerState(learner).restore(Reader(folder), 2)
+        held.restore(Reader(folder), 2)
         if learner.world_size == job["wrote"]:
-            own = load_file(folder / f"own_{learner.rank}.safetensors")
-            state.LearnerState(learner).restore_own(
-                own, json.loads((folder / f"own_{learner.rank}.json").read_text())
-            )
+            held.restore_own(load_file(tensors_file), json.loads(text_file.read_text()))
     else:
         for _ in range(2):
             learner.update(targets)
         write_state(learner, folder)
-        tensors, text = state.LearnerState(learner).own()
-        save_file(tensors, folder / f"own_{learner.rank}.safetensors")
-        (folder / f"own_{learner.rank}.json").write_text(json.dumps(text))
+        tensors, text = held.own()
+        save_file(tensors, tensors_file)
+        text_file.write_text(json.dumps(text))
         learner.broadcast()
     return {
         "steps": [learner.update(targets) for _ in range(2)],

@@ -72,7 +72,7 @@ def test_the_sums_are_the_same(case: str, found: Fields) -> None:
     cases.same_steps(overlap, plain, rtol=1e-5, atol=1e-7)
     assert overlap["steps"][0]["loss/total"] == plain["steps"][0]["loss/total"]
     assert overlap["steps"][0]["optim/grad_norm"] > 0
-    assert overlap["buckets"] > 3
+    assert overlap["buckets"] > 2
     cases.close(overlap, plain, 1e-4, "after")
 
 
