@@ -1,4 +1,4 @@
-"""Transfers to a device: one copy, equal values; a rank beside a sleeping engine frees memory."""
+"""Transfers to a device in one copy; a rank beside a sleeping engine frees memory."""
 
 from typing import Any
 
