@@ -57,7 +57,13 @@ def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> 
     figure = f"![{caption}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
     blocks = {
         "table": _table(comparison),
-        "findings": "\n".join([*(f"- {one}" for one in summary(comparison)), "", TEST]),
+        "findings": "\n".join(
+            [
+                *(f"- {one}" for one in summary(comparison)),
+                "",
+                TEST,
+            ]
+        ),
         "figure": figure.replace("(./", "("),
     }
     _check_blocks(text, comparison.name, page)

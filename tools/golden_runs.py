@@ -93,7 +93,11 @@ def _checked_out(commit: str, folder: Path) -> Path:
 
 
 def _remove(tree: Path) -> None:
-    subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=REPOSITORY, check=True)
+    subprocess.run(
+        ["git", "worktree", "remove", "--force", tree],
+        cwd=REPOSITORY,
+        check=True,
+    )
 
 
 def _compared(cases: Sequence[str], before: Path, after: Path) -> int:
@@ -149,7 +153,13 @@ def _train(tree: Path, run: str, case: Case) -> None:
 def _run(tree: Path, *arguments: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         text = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         raise RunFailed(f"{tree.name}: {' '.join(arguments)}\n{text}")

@@ -77,7 +77,13 @@ class Grid:
         )
 
     def _experiment(self, labels: tuple[str, ...], seed: int | None) -> Experiment:
-        name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
+        name = "_".join(
+            [
+                self.group,
+                *labels,
+                *([] if seed is None else [f"s{seed}"]),
+            ]
+        )
         overrides = [
             one
             for axis, label in zip(self.axes, labels, strict=True)

@@ -31,7 +31,15 @@ def queue(
     script = str(options.slurm)
     given = shlex.split(options.sbatch)
     if starts.missing(options.grid, options.root, seeds):
-        words = shlex.join(["sbatch", "slurm/report.sh", *sys.argv[:1], *argv, "--starts"])
+        words = shlex.join(
+            [
+                "sbatch",
+                "slurm/report.sh",
+                *sys.argv[:1],
+                *argv,
+                "--starts",
+            ]
+        )
         print(
             f"error: the warm starts are still to be made, in a job of their own: {words}",
             file=sys.stderr,

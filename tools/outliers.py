@@ -36,4 +36,8 @@ def with_outliers(origin: Path, folder: Path, factor: int, channels: int) -> Non
                 tensors[name].dtype
             )
     copy_companions(origin, folder)
-    write_folder(folder, {name: tensor.contiguous() for name, tensor in tensors.items()}, card)
+    write_folder(
+        folder,
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        card,
+    )

@@ -113,7 +113,13 @@ def alarms() -> str:
         raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
         lines.append(f"| `{alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
     return (
-        "\n".join([*lines, "", *(f"- `{alarm}`: {rule.action}" for alarm, rule in RULES.items())])
+        "\n".join(
+            [
+                *lines,
+                "",
+                *(f"- `{alarm}`: {rule.action}" for alarm, rule in RULES.items()),
+            ]
+        )
         + "\n"
     )
 
@@ -217,7 +223,13 @@ def _here(row: Row) -> str:
     only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
         [f"without `{row.unless}`"] if row.unless else []
     )
-    return "; ".join([ours, *([", ".join(words)] if words else []), *only])
+    return "; ".join(
+        [
+            ours,
+            *([", ".join(words)] if words else []),
+            *only,
+        ]
+    )
 
 
 def _word(value: object) -> str:

@@ -80,7 +80,11 @@ class Runner:
                 status = child.process.returncode
                 outcome = FINISHED if status == 0 else f"failed, exit status {status}"
                 outcomes[child.job.name] = STOPPED if self.interrupted else outcome
-                ended(child.job, outcomes[child.job.name], time.monotonic() - child.begun)
+                ended(
+                    child.job,
+                    outcomes[child.job.name],
+                    time.monotonic() - child.begun,
+                )
             time.sleep(0.1)
         return outcomes
 

@@ -61,7 +61,14 @@ class Module:
         found = tokenize.generate_tokens(io.StringIO(text).readline)
         tokens = sum(one.type not in LAYOUT for one in found)
         filled = sum(bool(line.strip()) for line in text.splitlines())
-        return cls(path, text.count("\n"), tokens, filled, len(imports), functions)
+        return cls(
+            path,
+            text.count("\n"),
+            tokens,
+            filled,
+            len(imports),
+            functions,
+        )
 
 
 def modules(folder: Path) -> list[Module]:

@@ -2,8 +2,6 @@
 recipe's alarm setting.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -111,7 +111,11 @@ class ControlTokens:
             json.dumps(one, ensure_ascii=False): json.dumps(name)
             for one, name in self._names.items()
         }
-        described = re.sub(_any_of(names), lambda found: names[found[0]], self._backend.to_str())
+        described = re.sub(
+            _any_of(names),
+            lambda found: names[found[0]],
+            self._backend.to_str(),
+        )
         second = type(self._backend).from_str(described)
         ids = {
             second.token_to_id(self._names.get(one.content, one.content)): id

@@ -232,7 +232,14 @@ def _rows(layer: Any) -> list[Rows]:
             Rows(layer.total_num_kv_heads * size, kv_rank, layer.num_kv_heads * size)
             for size in (layer.head_size, layer.v_head_size)
         ]
-        return [Rows(kind.rows, kind.first * kind.length, kind.length) for kind in (query, *of_key)]
+        return [
+            Rows(
+                kind.rows,
+                kind.first * kind.length,
+                kind.length,
+            )
+            for kind in (query, *of_key)
+        ]
     if isinstance(layer, ColumnParallelLinear):
         sizes = getattr(layer, "output_sizes", [layer.output_size])
         return [

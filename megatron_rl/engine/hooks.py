@@ -130,7 +130,13 @@ class RouterChoices:
         if not joined or any(len(ids_SK) != tokens for ids_SK in joined.values()):
             return b""
         found_SLK = torch.full(
-            (tokens, layers, next(iter(joined.values())).shape[1]), NO_EXPERT, dtype=torch.int32
+            (
+                tokens,
+                layers,
+                next(iter(joined.values())).shape[1],
+            ),
+            NO_EXPERT,
+            dtype=torch.int32,
         )
         for layer, ids_SK in joined.items():
             found_SLK[:, layer] = ids_SK

@@ -134,7 +134,12 @@ def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
     }
     server = uvicorn.Server(uvicorn.Config(RequireKey(Door(engine, service)), **settings))
     place.listen()  # uvloop says nothing where it cannot, and goes on deaf
-    threading.Thread(target=server.run, args=[[place]], name="door", daemon=True).start()
+    threading.Thread(
+        target=server.run,
+        args=[[place]],
+        name="door",
+        daemon=True,
+    ).start()
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_rl.processes.strangers import STRANGER_S, STRANGERS, Strangers
+from megatron_rl.processes.strangers import STRANGER_S, Strangers
 
 VARIABLE = "VLLM_API_KEY"
 HEADER_BYTES = 64 << 10
@@ -73,7 +73,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-_strangers = Strangers(STRANGERS)
+_strangers = Strangers()
 
 
 class Connection(HttpToolsProtocol):

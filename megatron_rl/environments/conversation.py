@@ -136,7 +136,11 @@ class Conversation:
     def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
         """The turn that these messages extend: of several, the longest with the same content."""
         found: list[Turn] = []
-        for one in sorted(done, key=lambda one: (len(one.messages), one.number), reverse=True):
+        for one in sorted(
+            done,
+            key=lambda one: (len(one.messages), one.number),
+            reverse=True,
+        ):
             n = len(one.messages)
             if found and n < len(found[0].messages):
                 break

@@ -8,8 +8,6 @@ probe of the sync, nothing moves.
 B rows of the batch, T response positions, N response tokens, P tokens of all rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -189,7 +187,11 @@ class DataPlane:
         nothing = torch.zeros(0, dtype=torch.int32)
         bare = Sequences(prompt_lengths_B=0 * lengths, response_lengths_B=lengths, tokens_P=nothing)
         place = {row: at for at, row in enumerate(mine)}
-        return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in got.items()})
+        return Share(
+            bare,
+            place,
+            {name.replace("_BT", "_N"): one for name, one in got.items()},
+        )
 
     def collect(
         self, batch: Shared, rows: Sequence[Sequence[int]], mine: Mapping[int, Tensor]

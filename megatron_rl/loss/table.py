@@ -237,7 +237,13 @@ DUAL = ("dual_clip",)
 LOSSES = {
     "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed"),
     "gspo": Loss(gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02)),
-    "cispo": Loss(cispo, (*CLIP, *SHARED), ("absolute",), band="closed", clips=(0.02, 10.0)),
+    "cispo": Loss(
+        cispo,
+        (*CLIP, *SHARED),
+        ("absolute",),
+        band="closed",
+        clips=(0.02, 10.0),
+    ),
     "sapo": Loss(sapo, (), ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
     "dppo": Loss(dppo, CLIP, ("trust_region",), clips=(1e-3, 1.0)),

@@ -50,7 +50,11 @@ class HfSlice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+        return (
+            *self.shape[: self.dim],
+            self.length,
+            *self.shape[self.dim + 1 :],
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,14 @@ class Param:
             return (first[0], _share(first[1], size, self.hf[0]))
         if split is Split.vocab:
             return (layout.padded_vocab(first[0]) // size, *first[1:])
-        return (_share(sum(shape[0] for shape in self.shapes), size, self.megatron), *first[1:])
+        return (
+            _share(
+                sum(shape[0] for shape in self.shapes),
+                size,
+                self.megatron,
+            ),
+            *first[1:],
+        )
 
     def slices(self, shape: ModelShape, layout: Layout, place: Place) -> tuple[HfSlice, ...]:
         """The parts of this parameter's Hugging Face tensors that the rank at `place` holds."""

@@ -6,8 +6,6 @@ The values of a point are [positions, width]; those that several of Hugging Face
 side by side: queries, keys, values; gate, up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum

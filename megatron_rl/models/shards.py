@@ -173,7 +173,11 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
         parts = [(0, rank * axis_length, min(axis_length, whole - rank * axis_length))]
     axis = int(split is Split.row)
     return [
-        Region(_at(zeros, axis, start), _at(zeros, axis, offset), _at(local, axis, length))
+        Region(
+            _at(zeros, axis, start),
+            _at(zeros, axis, offset),
+            _at(local, axis, length),
+        )
         for start, offset, length in parts
         if length > 0
     ]

@@ -50,7 +50,14 @@ def _layer(
     stored = tuple("model.layers.{L}." + name for name in hf.split(", "))
     shapes = tuple(tuple(shape.split()) for shape in dims.split(", "))
     spellings = tuple("decoder.layers.{L}." + name for name in megatron.split(", "))
-    return Row(spellings, stored, shapes * (len(stored) // len(shapes)), split, needs, norm=norm)
+    return Row(
+        spellings,
+        stored,
+        shapes * (len(stored) // len(shapes)),
+        split,
+        needs,
+        norm=norm,
+    )
 
 
 _FC1 = "mlp.experts.local_experts.{E}.linear_fc1.weight, mlp.experts.linear_fc1.weight{E}"

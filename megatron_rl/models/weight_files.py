@@ -152,7 +152,13 @@ def placed(raw: bytes, path: Path) -> dict[str, Stored]:
     base = 8 + len(raw)
     entries = header_entries(raw, path)
     return {
-        name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start)
+        name: Stored(
+            path,
+            e.dtype,
+            e.shape,
+            base + e.start,
+            e.end - e.start,
+        )
         for name, e in entries.items()
     }
 

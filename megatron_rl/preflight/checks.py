@@ -58,7 +58,12 @@ def check(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     to_bring = tuple(each.what for each in absent) if on else ()
-    return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
+    return Checked(
+        facts["machine"],
+        facts["policy"],
+        to_bring,
+        tuple(findings(notes.RULES, facts)),
+    )
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
@@ -79,7 +84,11 @@ def _facts(
     """
     sets = held_out(config)
     known = [name for one in sets for name in one.metrics()]
-    facts: dict[str, Any] = {**vars(config), "config": config, "elsewhere": on is not None}
+    facts: dict[str, Any] = {
+        **vars(config),
+        "config": config,
+        "elsewhere": on is not None,
+    }
     facts |= {"sets": sets, "known_metrics": known}
     problems: list[str] = []
     try:
@@ -132,7 +141,13 @@ def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
     problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
+    return list(
+        notes.plain_text(
+            config.model,
+            config.data,
+            [one.path for one in facts["sets"]],
+        )
+    )
 
 
 def check_watched(config: schema.Config) -> None:

@@ -44,7 +44,12 @@ def problems(
         width = [_divides(shape.ffn, f"the intermediate size {shape.ffn}")]
     else:
         width = []
-    found = _report(tp, layout.tp, shape.heads, [*heads, *width, *_whole_blocks(blocks, layout.tp)])
+    found = _report(
+        tp,
+        layout.tp,
+        shape.heads,
+        [*heads, *width, *_whole_blocks(blocks, layout.tp)],
+    )
     if shape.experts:
         expert_width = [_divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")]
     else:

@@ -15,15 +15,14 @@ SHARE = 8  # and never more than one in so many of the files that the process ma
 class Strangers:
     """Connections without a key so far, of one event loop."""
 
-    def __init__(self, most: int = STRANGERS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._open: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, transport: asyncio.Transport, seconds: float) -> None:
         """Cut this connection after so many seconds, or earlier where others crowd it out."""
         loop = asyncio.get_running_loop()
         self._open[transport] = loop.call_later(seconds, self.cut, transport)
-        if len(self._open) > min(self._most, descriptors() // SHARE):
+        if len(self._open) > min(STRANGERS, descriptors() // SHARE):
             self.cut(next(iter(self._open)))
 
     def forget(self, transport: asyncio.Transport | None) -> None:

@@ -74,7 +74,11 @@ def _through_fp32(product: Any) -> Any:
         if left.dtype != torch.bfloat16:
             return product(*matrices, **scales, out=left.new_empty(shape))
         exact = (matrix.float() for matrix in matrices)
-        return product(*exact, **scales, out=torch.empty(shape, dtype=torch.float32)).bfloat16()
+        return product(
+            *exact,
+            **scales,
+            out=torch.empty(shape, dtype=torch.float32),
+        ).bfloat16()
 
     return multiply
 

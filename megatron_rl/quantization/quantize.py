@@ -186,7 +186,16 @@ def summarize(samples: list[ErrorSample]) -> ErrorSummary | None:
     if not samples:
         return None
     table = torch.stack(
-        [torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]
+        [
+            torch.stack(
+                [
+                    s.squared_error,
+                    s.squared_weight,
+                    s.clamped.float(),
+                ]
+            )
+            for s in samples
+        ]
     ).cpu()
     relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
     clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)

@@ -91,7 +91,11 @@ class Int8Kernel:
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None
     ) -> torch.Tensor:
-        out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype, device=codes_MK.device)
+        out_MN = torch.empty(
+            (len(codes_MK), self._n),
+            dtype=self._dtype,
+            device=codes_MK.device,
+        )
         # sums are stored in FP32 before they are scaled: those of some rows at a time, which the
         # cache still holds
         at_once = max(1, SUMS // self._n)

@@ -34,7 +34,13 @@ def user_process(
     ours, theirs = socket.socketpair()
     with theirs, for_the_driver_alone():
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            [
+                sys.executable,
+                "-m",
+                module,
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log.descriptor,  # what a reward prints is no answer
             stderr=log.descriptor,

@@ -134,7 +134,12 @@ class MismatchSums:
         )
         measured = (absolute, excess, absolute_gap, prob, sampler_prob)
         mask = mask_BT.reshape(-1)
-        sums = [mask.sum(), d.sum(), error.sum(), *(values.sum() for values in measured)]
+        sums = [
+            mask.sum(),
+            d.sum(),
+            error.sum(),
+            *(values.sum() for values in measured),
+        ]
         n, d_sum, error_sum, *totals = torch.stack(sums).tolist()
         if n == 0.0:
             return
@@ -235,7 +240,11 @@ class WeightSums:
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.square += square
         centred = torch.add(flat, kept, alpha=-total / n)
-        self.moments.merge(n, [total / n], {(0, 0): float(torch.dot(centred, centred))})
+        self.moments.merge(
+            n,
+            [total / n],
+            {(0, 0): float(torch.dot(centred, centred))},
+        )
 
     @property
     def token_mean(self) -> float:

@@ -54,7 +54,15 @@ class Turns:
         # torch adds one after the other, which loses a millionth in a long float32 turn; numpy adds
         # pairs
         runs_R = self._runs(values_BT.double() if values_BT.is_cuda else values_BT, "sum")
-        table = runs_R.new_zeros(self.shape_BK).view(-1).index_add_(0, self.cells_R, runs_R)
+        table = (
+            runs_R.new_zeros(self.shape_BK)
+            .view(-1)
+            .index_add_(
+                0,
+                self.cells_R,
+                runs_R,
+            )
+        )
         return table.view(self.shape_BK).to(values_BT.dtype)
 
     def extreme(self, values_BT: Tensor, fill: float, largest: bool) -> Tensor:

@@ -43,7 +43,13 @@ class PhaseClock:
     def leave(self) -> str | None:
         """The phase that goes on, if there is one around."""
         self._charge()
-        self.spans.append(Span(self._open.pop(), self._entered.pop(), self._since))
+        self.spans.append(
+            Span(
+                self._open.pop(),
+                self._entered.pop(),
+                self._since,
+            )
+        )
         return self.phase
 
     @property

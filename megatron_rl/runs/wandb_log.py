@@ -182,7 +182,12 @@ class WandbLog(WandbRun):
             return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [
-            [one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")]
+            [
+                one.rollout.prompt.text,
+                one.text,
+                one.reward,
+                str(one.verdict or one.error or ""),
+            ]
             for one in shown
         ]
         table = self.wandb.Table(columns=head, data=rows)

@@ -193,7 +193,12 @@ class Sampler:
         )
         rows = zip(sequences, told, strict=True) if all(told) else ()
         return [
-            np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows
+            np.frombuffer(one, np.int32).reshape(
+                len(tokens),
+                layers,
+                -1,
+            )
+            for tokens, one in rows
         ] or None
 
     @contextmanager

@@ -253,7 +253,11 @@ class Updates:
     ) -> list[Any]:
         return await self._on(
             self._taking,
-            lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given),
+            lambda one: one.engine.update(
+                step,
+                **by_format.get(one.format, {}),
+                **given,
+            ),
         )
 
     async def _until_one_is_up(self) -> None:

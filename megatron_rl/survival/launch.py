@@ -169,7 +169,13 @@ class RankProcesses:
             locks.append(self._run.lock.fileno())
         with log:
             return subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.rank", str(self._run.path), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_rl.rank",
+                    str(self._run.path),
+                    str(os.getpid()),
+                ],
                 env={
                     **inherited,
                     **self._given,

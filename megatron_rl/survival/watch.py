@@ -79,11 +79,10 @@ class Watch:
         self,
         run_dir: Path,
         timeout_s: float,
-        launcher: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s`: run.hang_timeout_s. `launcher`: its process id, where it is watched too."""
-        self.launcher = launcher
+        """`timeout_s`: run.hang_timeout_s."""
+        self.launcher: int | None = None  # its process id, where it is watched too
         self.issues: list[ProcessIssue] = []
         self._run_dir = run_dir
         self._timeout_s = timeout_s
@@ -235,7 +234,8 @@ class RankWatch(Watch):
     """
 
     def __init__(self, run_dir: Path, timeout_s: float, rank: int, launcher: int | None) -> None:
-        super().__init__(run_dir, timeout_s, launcher)
+        super().__init__(run_dir, timeout_s)
+        self.launcher = launcher
         self._rank = rank
 
     def __call__(self) -> None:

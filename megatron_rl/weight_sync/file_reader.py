@@ -97,7 +97,11 @@ class Tensors(Mapping[str, torch.Tensor]):
                 data = place
             else:
                 data = torch.empty(place.shape, dtype=dtype)
-            self._read(newest.name, part, data.reshape(-1).view(torch.uint8).numpy())
+            self._read(
+                newest.name,
+                part,
+                data.reshape(-1).view(torch.uint8).numpy(),
+            )
             if data is not place:
                 place.copy_(data)
         return whole

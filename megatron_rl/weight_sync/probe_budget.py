@@ -86,4 +86,8 @@ def noise_budget(noise: float, format: Format, learner: Numerics) -> Budget:
         nats = LEAST
         told = f"{told}, at least {LEAST:g}"
     outliers = format in INTEGERS and learner is not Numerics.sampler
-    return Budget(nats, told, min(WRONG * nats, max(limit.most, WRONG_NATS)) if outliers else nats)
+    return Budget(
+        nats,
+        told,
+        min(WRONG * nats, max(limit.most, WRONG_NATS)) if outliers else nats,
+    )

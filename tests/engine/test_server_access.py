@@ -19,6 +19,7 @@ from helpers import half_open, http_status, wait_for
 from megatron_rl.engine import server, server_access
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.engine.server_access import Key, RequireKey
+from megatron_rl.processes.strangers import STRANGERS
 
 ENGINE = SimpleNamespace(vocabulary=101, longest=48, transport="file")
 KEY = "k" * 32
@@ -97,7 +98,7 @@ def test_strangers_are_few(port, monkeypatch):
     monkeypatch.setattr(server_access, "STRANGER_S", 2 * PATIENCE_S)
     strangers = half_open(port, 300)
     assert http_status(port, KEY) == 200
-    wait_for(lambda: sum(map(is_open, strangers)) <= server_access.STRANGERS)
+    wait_for(lambda: sum(map(is_open, strangers)) <= STRANGERS)
     assert is_open(strangers[-1]), "the oldest go first"
     assert not is_open(strangers[0])
     assert http_status(port, KEY) == 200

@@ -36,7 +36,15 @@ LOW = 0.99
 HIGH = 1.01
 CONFIG = CorrectionConfig(
     weight=WeightConfig(level="token", high=CAP),
-    reject=[RejectRule(level="sequence", stat="ratio", reduce="mean", low=LOW, high=HIGH)],
+    reject=[
+        RejectRule(
+            level="sequence",
+            stat="ratio",
+            reduce="mean",
+            low=LOW,
+            high=HIGH,
+        )
+    ],
 )
 # turns of a session in the example: what is timed by turn has this many columns' worth of tokens in
 # each
@@ -56,7 +64,13 @@ def choices() -> dict[str, CorrectionConfig]:
         "prefix min": WeightConfig(level="prefix", aggregate="min", high=CAP),
     }
     rules = {
-        "reject turns": RejectRule(level="turn", stat="ratio", reduce="mean", low=LOW, high=HIGH),
+        "reject turns": RejectRule(
+            level="turn",
+            stat="ratio",
+            reduce="mean",
+            low=LOW,
+            high=HIGH,
+        ),
         "reject by prefix": RejectRule(
             level="prefix", stat="ratio", reduce="mean", low=LOW, high=HIGH
         ),

@@ -84,7 +84,14 @@ def main() -> None:
     random = torch.Generator().manual_seed(1)
     layer = output_layer(options.hidden, columns, options.fp32_head)
     hidden_N1H = (
-        torch.randn(tokens, 1, options.hidden, generator=random).bfloat16().requires_grad_()
+        torch.randn(
+            tokens,
+            1,
+            options.hidden,
+            generator=random,
+        )
+        .bfloat16()
+        .requires_grad_()
     )
     kept_NK = None
     if options.kept:
@@ -96,7 +103,11 @@ def main() -> None:
     else:
         labels_N = kept_NK[:, 0]
     pack: Any = SimpleNamespace(labels_N=labels_N, kept_NK=kept_NK)
-    asked = Asked(VocabShare.of(0, 1, columns, columns, None), 1.0, top_k=options.kept or None)
+    asked = Asked(
+        VocabShare.of(0, 1, columns, columns, None),
+        1.0,
+        top_k=options.kept or None,
+    )
 
     def both_ways(held: bool) -> None:
         layer.weight.grad = hidden_N1H.grad = None

@@ -153,7 +153,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="large", choices=sorted(SHAPES))
-    for name, usual in (("rows", 32), ("scale", 80), ("budget", 2048), ("rounds", 5)):
+    for name, usual in (
+        ("rows", 32),
+        ("scale", 80),
+        ("budget", 2048),
+        ("rounds", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=usual)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,7 +166,13 @@ def main() -> None:
     learner = make_learner(work, options.budget)
     torch.set_num_threads(1)
     batch, filled = (
-        make_batch(options.rows, options.scale, work.vocab, filled) for filled in (False, True)
+        make_batch(
+            options.rows,
+            options.scale,
+            work.vocab,
+            filled,
+        )
+        for filled in (False, True)
     )
     anchor_BT = learner.logprobs(batch)
     targets = targets_of(batch, anchor_BT)

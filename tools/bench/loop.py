@@ -77,7 +77,12 @@ def ask_bare(process: subprocess.Popen[str], prompts: list[list[int]]) -> float:
 
 def give_weights(sampler: Sampler, model: Path, folder: Path) -> None:
     hf = HfFolder(model)
-    write_version(folder, 0, ((name, hf.get(name)) for name in hf.names), format="none")
+    write_version(
+        folder,
+        0,
+        ((name, hf.get(name)) for name in hf.names),
+        format="none",
+    )
     sampler.init_weight_transfer_engine({})
     sampler.start_weight_update()
     sampler.update_weights(update_info(folder, 0, 1))

@@ -89,7 +89,12 @@ def main() -> None:
         help="in 4 channels of a norm",
     )
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "fp8"])
-    parser.add_argument("--learners", nargs="+", default=list(LEARNERS), choices=list(LEARNERS))
+    parser.add_argument(
+        "--learners",
+        nargs="+",
+        default=list(LEARNERS),
+        choices=list(LEARNERS),
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
@@ -171,7 +176,12 @@ def answered(
     )
     vocab = json.loads((stored.folder / "config.json").read_text())["vocab_size"]
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, vocab, (options.prompts, 8), generator=draw).tolist()
+    tokens = torch.randint(
+        2,
+        vocab,
+        (options.prompts, 8),
+        generator=draw,
+    ).tolist()
     prompts = [Prompt(number, tuple(ids), "", {}) for number, ids in enumerate(tokens)]
     with entered():
         sampler = Sampler(

@@ -219,7 +219,12 @@ def recipe(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
     return {
-        "run": {"name": "ours", "root": str(folder), "steps": 1 << 20, "hang_timeout_s": 3600.0},
+        "run": {
+            "name": "ours",
+            "root": str(folder),
+            "steps": 1 << 20,
+            "hang_timeout_s": 3600.0,
+        },
         "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl")},
         "rollout": {
@@ -267,7 +272,11 @@ def loop_in_turn(
         at = train.train_step(at, config, driver, learner)
         at, _ = train.sync_and_log(at, *about)
         if learner.is_driver:
-            print("seconds", json.dumps({"step": time.perf_counter() - start}), flush=True)
+            print(
+                "seconds",
+                json.dumps({"step": time.perf_counter() - start}),
+                flush=True,
+            )
     saver.close()
 
 

@@ -183,9 +183,11 @@ def measure(
         assert answer, "the engine answers with what it was sent"
     finally:
         sync.close()
-    return {"written": written, "read": read, "paused": statistics.median(paused[1:])} | planned(
-        weights.model, config
-    )
+    return {
+        "written": written,
+        "read": read,
+        "paused": statistics.median(paused[1:]),
+    } | planned(weights.model, config)
 
 
 def planned(model: Model, config: Config) -> dict[str, int]:
@@ -225,7 +227,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        default=list(LAYOUTS),
+        choices=list(LAYOUTS),
+    )
     parser.add_argument("--formats", nargs="+", default=["int8"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=512)

@@ -281,12 +281,36 @@ def figure() -> go.Figure:
     drawn = make_subplots(cols=2, subplot_titles=titles)
     bias = [math.sqrt(square) / scale for square, _ in moments]
     deviation = [math.sqrt(variance / BATCH) / scale for _, variance in moments]
-    add_line(drawn, CAPS, bias, PALETTE[4], name="bias", row=1, col=1)
-    add_line(drawn, CAPS, deviation, PALETTE[0], name=f"deviation at batch {BATCH}", row=1, col=1)
+    add_line(
+        drawn,
+        CAPS,
+        bias,
+        PALETTE[4],
+        name="bias",
+        row=1,
+        col=1,
+    )
+    add_line(
+        drawn,
+        CAPS,
+        deviation,
+        PALETTE[0],
+        name=f"deviation at batch {BATCH}",
+        row=1,
+        col=1,
+    )
     start = make_toy(1.0, seed=1)
     for name, color in COLORS.items():
         values = train(start, KINDS[name], UPDATES, rate=4.0)
-        add_line(drawn, range(UPDATES + 1), values, color, name=name, row=1, col=2)
+        add_line(
+            drawn,
+            range(UPDATES + 1),
+            values,
+            color,
+            name=name,
+            row=1,
+            col=2,
+        )
     layout(drawn, x_title="update", legend=True)
     drawn.update_xaxes(type="log", title_text="cap on the product (log scale)", col=1)
     return drawn.update_layout(height=320, margin_t=70, legend_y=1.12)

@@ -78,7 +78,12 @@ def make_sessions(noise: float, seed: int = 0) -> Sessions:
     )
     mask_BT = ~over_BK.repeat_interleave(TURN, dim=1)
     once_B = (toy.sequences_BT * ~mask_BT).sum(dim=1) == 0
-    listed = Toy(toy.logits_TVV, toy.noise_TVV, toy.sequences_BT[once_B], toy.rewards_B[once_B])
+    listed = Toy(
+        toy.logits_TVV,
+        toy.noise_TVV,
+        toy.sequences_BT[once_B],
+        toy.rewards_B[once_B],
+    )
     return Sessions(listed, mask_BT[once_B])
 
 
@@ -97,7 +102,11 @@ def quality(sessions: Sessions, coefficients_BT: Tensor, noise: bool = True) -> 
     mean, variance = moments(scores, coefficients_BT, sessions.chances(noise))
     size = float(true.norm())
     cosine = float((mean * true).sum() / (mean.norm() * size))
-    return Quality(float((mean - true).norm()) / size, math.sqrt(variance / BATCH) / size, cosine)
+    return Quality(
+        float((mean - true).norm()) / size,
+        math.sqrt(variance / BATCH) / size,
+        cosine,
+    )
 
 
 def of_weight(sessions: Sessions, weight: WeightConfig) -> Quality:

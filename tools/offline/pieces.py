@@ -69,7 +69,13 @@ def cut(folder: Path, path: Path) -> Iterator[Part]:
     size = status.st_size
     name = str(path.relative_to(folder))
     for offset in range(0, max(1, size), BLOCK):
-        yield Part(name, status.st_mode & 0o777, size, offset, min(BLOCK, size - offset))
+        yield Part(
+            name,
+            status.st_mode & 0o777,
+            size,
+            offset,
+            min(BLOCK, size - offset),
+        )
 
 
 def compress(folder: Path, block: list[Part], preset: int, target: Path) -> dict[str, Any]:
@@ -111,11 +117,23 @@ def pack(folder: Path, out: Path, mib: int, preset: int, jobs: int) -> None:
     files = [out / f"block_{number}" for number in range(len(blocks))]
     count = len(blocks)
     with ProcessPoolExecutor(jobs) as pool:
-        entries = list(pool.map(compress, [folder] * count, blocks, [preset] * count, files))
+        entries = list(
+            pool.map(
+                compress,
+                [folder] * count,
+                blocks,
+                [preset] * count,
+                files,
+            )
+        )
     pieces = distribute([entry["size"] for entry in entries], mib * MIB - HEAD)
     sizes = []
     for number, chosen in enumerate(pieces):
-        head = {"piece": number, "of": len(pieces), "blocks": [entries[one] for one in chosen]}
+        head = {
+            "piece": number,
+            "of": len(pieces),
+            "blocks": [entries[one] for one in chosen],
+        }
         with open(out / f"p{number:02d}", "wb") as file:
             file.write(json.dumps(head).encode() + b"\n")
             for one in chosen:
@@ -151,7 +169,11 @@ def expand(folder: Path, piece: Path, begin: int, block: dict[str, Any]) -> int:
     begin = 0
     for fields in block["files"]:
         part = Part(**fields)
-        write(folder / part.path, part, memoryview(content)[begin : begin + part.length])
+        write(
+            folder / part.path,
+            part,
+            memoryview(content)[begin : begin + part.length],
+        )
         begin += part.length
     return len(content)
 
@@ -197,7 +219,13 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if options.command == "pack":
-            pack(options.folder, options.pieces[0], options.mib, options.preset, options.jobs)
+            pack(
+                options.folder,
+                options.pieces[0],
+                options.mib,
+                options.preset,
+                options.jobs,
+            )
         else:
             unpack(options.folder, options.pieces, options.jobs)
     except IncompletePiece as error:

@@ -121,7 +121,14 @@ def debug_sections(path: Path, data: mmap.mmap) -> list[Range]:
         return []
     if size != SECTION_HEADER or table + size * count > len(data) or names >= count:
         raise BrokenFile(f"{path}: section headers beyond its end; install it again")
-    headers = [struct.unpack_from("<IIQQQQ", data, table + n * size) for n in range(count)]
+    headers = [
+        struct.unpack_from(
+            "<IIQQQQ",
+            data,
+            table + n * size,
+        )
+        for n in range(count)
+    ]
     names_at = headers[names][4]
     found = []
     for number, (name, kind, flags, _, begin, length) in enumerate(headers):
@@ -183,7 +190,14 @@ def check(
     binaries: list[list[Entry]],
 ) -> None:
     """Compare what was written with the original: the same entries, nothing else changed."""
-    with open(new, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as after:
+    with (
+        open(new, "rb") as file,
+        mmap.mmap(
+            file.fileno(),
+            0,
+            access=mmap.ACCESS_READ,
+        ) as after,
+    ):
         if len(before) != len(after) or fat_binaries(after) != binaries:
             raise BrokenFile(f"{path}: its fat binaries could not be kept as they were")
         for begin, end in kept_ranges(zeros, len(before)):

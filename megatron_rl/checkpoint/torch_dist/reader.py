@@ -97,7 +97,11 @@ class Reader:
             return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
         for chunk, box in parts:
-            values = part(self._stored(key, kept, chunk), map(sub, box[0], chunk.offset), box[1])
+            values = part(
+                self._stored(key, kept, chunk),
+                map(sub, box[0], chunk.offset),
+                box[1],
+            )
             part(target, map(sub, box[0], whole[0]), box[1]).copy_(values)
         return target.view(size)
 

@@ -171,11 +171,21 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool 
     """Log-sum-exp, the label's logit (0 if on another rank), and for entropy the expected logit."""
     if scaled.shape[1] == 0:
         blank = scaled.new_zeros(len(scaled))
-        return torch.stack((blank - torch.inf, blank, *((blank,) if entropy else ())))
+        return torch.stack(
+            (
+                blank - torch.inf,
+                blank,
+                *((blank,) if entropy else ()),
+            )
+        )
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     total = weights.sum(-1)
-    label = torch.where(held_N, scaled.gather(1, local_N[:, None]).squeeze(1), 0.0)
+    label = torch.where(
+        held_N,
+        scaled.gather(1, local_N[:, None]).squeeze(1),
+        0.0,
+    )
     means = (weights.mul_(scaled).sum(-1) / total,) if entropy else ()
     return torch.stack((total.log() + top.squeeze(1), label, *means))
 
@@ -308,7 +318,11 @@ def highest(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int
 ) -> Tensor:
     """The share's k highest logits, log-sum-exp, and label's logit (0 if on another rank)."""
-    found = logits_NV.new_full((k + 2, len(labels_N)), -torch.inf, dtype=torch.float32)
+    found = logits_NV.new_full(
+        (k + 2, len(labels_N)),
+        -torch.inf,
+        dtype=torch.float32,
+    )
     top_NK = logits_NV[:, : share.real].topk(min(k, share.real)).values
     found[: top_NK.shape[1]] = top_NK.t().float() / temperature
     found[-2:] = local_stats(logits_NV, labels_N, share, temperature, entropy=False)
@@ -318,7 +332,13 @@ def highest(
 def highest_of(everyone: Tensor) -> Tensor:
     """Combine `highest` of several shares: [R, k + 2, N] to [k + 2, N]."""
     top_NK = everyone[:, :-2].flatten(0, 1).t().topk(everyone.shape[1] - 2).values
-    return torch.cat((top_NK.t(), everyone[:, -2].logsumexp(0)[None], everyone[:, -1].sum(0)[None]))
+    return torch.cat(
+        (
+            top_NK.t(),
+            everyone[:, -2].logsumexp(0)[None],
+            everyone[:, -1].sum(0)[None],
+        )
+    )
 
 
 def judged(found: Tensor, logprobs_N: Tensor, group: ProcessGroup | None, p: float) -> Truncation:

@@ -141,7 +141,13 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def merged(self, weight_NK: Tensor, number: str = "") -> Tensor:
         a, b_NR = (getattr(self, f"{letter}{number}").detach() for letter in "AB")
-        return merge(weight_NK, a, b_NR, [rows.to(a.device) for rows in self.rows], self.scale)
+        return merge(
+            weight_NK,
+            a,
+            b_NR,
+            [rows.to(a.device) for rows in self.rows],
+            self.scale,
+        )
 
 
 @contextmanager

@@ -73,7 +73,11 @@ def statistics_kernel(
     column = tl.load(ids + row * ids_of_row + place, mask=wanted, other=-1) - start
     held = (column >= 0) & (column < real)
     found = _scaled(logits + column, held, temperature, SCALED)
-    tl.store(stats + (1 + place) * rows + row, tl.where(held, found, 0.0), mask=wanted)
+    tl.store(
+        stats + (1 + place) * rows + row,
+        tl.where(held, found, 0.0),
+        mask=wanted,
+    )
     if MEAN:
         divisor = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
         tl.store(stats + (1 + ids_of_row).to(tl.int64) * rows + row, tl.sum(weighted, 0) / divisor)
@@ -142,7 +146,11 @@ def norm_amax_kernel(
     first = tl.program_id(0).to(tl.int64) * POSITIONS
     x += first * stride
     for row in range(0, tl.minimum(rows - first, POSITIONS)):
-        value = tl.load(x + row * stride + lanes, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(
+            x + row * stride + lanes,
+            mask=inside,
+            other=0.0,
+        ).to(tl.float32)
         if NORM:
             value *= tl.math.rsqrt(tl.sum(value * value, 0) / width + eps)
         most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)

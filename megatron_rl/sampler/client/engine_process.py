@@ -225,9 +225,11 @@ def visible_devices(wanted: str | None) -> dict[str, str]:
     return {VISIBLE: ",".join(str(device) if seen is None else seen[device] for device in chosen)}
 
 
-def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
+def log_tail(path: Path) -> str:
     """The last lines of an engine's log that say more than that it is at work."""
-    return "\n".join([line for line in last_lines(path, 1000) if not ROUTINE.match(line)][-lines:])
+    return "\n".join(
+        [line for line in last_lines(path, 1000) if not ROUTINE.match(line)][-LOG_LINES_SHOWN:]
+    )
 
 
 def lost_worker(path: Path | None) -> str:

@@ -195,14 +195,14 @@ class Comparison:
         )
 
 
-def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
+def beyond_noise(a: Cell, b: Cell) -> bool | None:
     """Test if `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
 
     The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None:
     fewer than two seeds.
     """
-    above = a.by_seed(number)
-    below = b.by_seed(number)
+    above = a.by_seed(AREA)
+    below = b.by_seed(AREA)
     pairs = [above[seed] - below[seed] for seed in above if seed in below]
     if len(pairs) < 2:
         return None

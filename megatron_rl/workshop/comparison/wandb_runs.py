@@ -64,7 +64,14 @@ def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], 
                 _text(mine.get(key)) for key in keys
             ]
             rows.append(
-                [one.name, _id(runs.get(one.name)), *cell.labels, one.seed, one.state, *values]
+                [
+                    one.name,
+                    _id(runs.get(one.name)),
+                    *cell.labels,
+                    one.seed,
+                    one.state,
+                    *values,
+                ]
             )
     return head, rows
 

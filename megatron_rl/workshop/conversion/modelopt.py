@@ -4,8 +4,6 @@ modelopt holds the model in memory whole, in BF16, runs it with transformers on 
 its unified form, without INT8.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import warnings

@@ -93,7 +93,13 @@ def merged(base: HfFolder, held: Adapters) -> Get:
         a, b = held.pair(name)
         narrow = weight.to(a.dtype)  # as the learner held it
         rows = [torch.arange(len(weight))]
-        return merge(narrow, a, b, rows, held.alphas[name] / len(a)).to(weight.dtype)
+        return merge(
+            narrow,
+            a,
+            b,
+            rows,
+            held.alphas[name] / len(a),
+        ).to(weight.dtype)
 
     return get
 

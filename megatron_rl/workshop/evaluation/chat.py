@@ -75,7 +75,13 @@ class Chat:
         self.turns += 1
         prompt = Prompt(self.turns, tuple(ids), text, {})
         params = sampling(self.config, self.tokenizer)
-        (rollout,) = self.sampler.generate([prompt], params, seed=self.turns, first_group=0, step=0)
+        (rollout,) = self.sampler.generate(
+            [prompt],
+            params,
+            seed=self.turns,
+            first_group=0,
+            step=0,
+        )
         (said,) = self.tokenizer.decode([rollout.token_ids])
         self.messages.append({"role": "assistant", "content": said})
         return said

@@ -160,7 +160,12 @@ class Case:
     def model(self) -> Model:
         learner = self.config.learner
         head = self.config.model.head_precision
-        return Model.of(self.hf_config, Layout.from_config(learner), head, Lora.of(learner.lora))
+        return Model.of(
+            self.hf_config,
+            Layout.from_config(learner),
+            head,
+            Lora.of(learner.lora),
+        )
 
     @cached_property
     def roles(self) -> Roles:

@@ -126,7 +126,11 @@ def assumptions(given: Sequence[str]) -> Assumptions:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    about: dict[str, Any] = {"verdict": made.verdict, **asdict(made), "machine": str(made.machine)}
+    about: dict[str, Any] = {
+        "verdict": made.verdict,
+        **asdict(made),
+        "machine": str(made.machine),
+    }
     about["roles"] |= {name: getattr(made.roles, name) for name in ("gpus", "nodes", "kinds")}
     told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
     about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]

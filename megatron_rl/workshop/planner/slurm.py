@@ -124,7 +124,15 @@ def _clock(seconds: float) -> str:
 
 if __name__ == "__main__":
     try:
-        print("\n".join(for_submission(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))
+        print(
+            "\n".join(
+                for_submission(
+                    sys.argv[1],
+                    Path(sys.argv[2]),
+                    sys.argv[3:],
+                )
+            )
+        )
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(2)

@@ -54,7 +54,7 @@ class Suggestion:
     plan: Plan
 
 
-def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
+def suggestions(base: Case) -> list[Suggestion]:
     """The fastest of each way and layout; what a dry run would refuse is left out."""
     config = base.config
     machine = base.machine
@@ -82,7 +82,7 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
-        if len(chosen) == count:
+        if len(chosen) == SHOWN:
             break
         layout = one.plan.layout
         key = (one.way, layout.tp, layout.pp, layout.ep)
@@ -198,10 +198,12 @@ def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict
 
 def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
     """As many engines as the first node has room for, which sleep while the learner works."""
-    sampler = _sampler(config, tp, None)
     count = gpus // tp
     sampler = replace(
-        sampler, engines=count, devices=",".join(map(str, range(count * tp))), sleep=Sleep.discard
+        _sampler(config, tp, None),
+        engines=count,
+        devices=",".join(map(str, range(count * tp))),
+        sleep=Sleep.discard,
     )
     return {
         "sampler": sampler,
@@ -212,9 +214,8 @@ def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
 def _servers(config: Config, tp: int, gpus: range) -> dict[str, Any]:
     """Sections for as many engines as fit on these GPUs of the first node."""
     count = len(gpus) // tp
-    sampler = _sampler(config, tp, SPLIT)
     devices = ",".join(map(str, gpus[: count * tp]))
-    sampler = replace(sampler, engines=count, devices=devices)
+    sampler = replace(_sampler(config, tp, SPLIT), engines=count, devices=devices)
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file)}
 
 
@@ -222,8 +223,9 @@ def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> d
     each = machine.gpus // tp
     hosts = range(learner_nodes, machine.nodes)
     addresses = [f"http://node{host}:{8000 + number}" for host in hosts for number in range(each)]
-    sampler = _sampler(config, tp, SPLIT)
-    sampler = replace(sampler, engines=len(addresses), devices=None, addresses=addresses)
+    sampler = replace(
+        _sampler(config, tp, SPLIT), engines=len(addresses), devices=None, addresses=addresses
+    )
     folder = config.sync.dir or SHARED_FOLDER
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file, dir=folder)}
 

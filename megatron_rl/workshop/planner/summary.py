@@ -47,7 +47,13 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
 
 
 def axes(layout: Layout) -> str:
-    sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
+    sizes = {
+        "TP": layout.tp,
+        "PP": layout.pp,
+        "CP": layout.cp,
+        "EP": layout.ep,
+        "DP": layout.dp,
+    }
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 

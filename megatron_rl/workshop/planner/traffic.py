@@ -294,7 +294,15 @@ def _tensors(plan: SyncPlan) -> list[str]:
 
 def _links(found: list[Links], link_gbs: float | None) -> list[str]:
     head = ["links of one sync", "count", "all links", "busiest end"]
-    rows = [[one.kind, f"{one.count:,}", _size(one.total), _size(one.end)] for one in found]
+    rows = [
+        [
+            one.kind,
+            f"{one.count:,}",
+            _size(one.total),
+            _size(one.end),
+        ]
+        for one in found
+    ]
     if link_gbs is not None:
         head.append(f"at {link_gbs:g} GB/s")
         for row, one in zip(rows, found, strict=True):

@@ -88,7 +88,12 @@ def add_line(
     """Add a line with a gap where a value is not finite."""
     values = [value if math.isfinite(value) else None for value in y]
     look = {"mode": "lines", "hovertemplate": "%{y:.4g}"} | look
-    figure.add_scatter(x=x, y=values, line={"color": colour, "width": width, "dash": dash}, **look)
+    figure.add_scatter(
+        x=x,
+        y=values,
+        line={"color": colour, "width": width, "dash": dash},
+        **look,
+    )
 
 
 def add_band(

@@ -64,7 +64,12 @@ def about(runs: Sequence[RunData]) -> dict[str, Any]:
         "sections": sections(runs),
         "answers": answers(first) if len(runs) == 1 else [],
         "appendix": [
-            (run.name, write_yaml(dict(run.config)), json.dumps(run.env, indent=2)) for run in runs
+            (
+                run.name,
+                write_yaml(dict(run.config)),
+                json.dumps(run.env, indent=2),
+            )
+            for run in runs
         ],
         "unreadable": _problems(runs),
     }
@@ -154,7 +159,11 @@ def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     numbers = [headline_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows: list[list[str | Named]] = [
-        [name, str(run.status.get("state", "")), *(one.get(label, "") for label in labels)]
+        [
+            name,
+            str(run.status.get("state", "")),
+            *(one.get(label, "") for label in labels),
+        ]
         for name, run, one in zip(names, runs, numbers, strict=True)
     ]
     return ["run", "state", *labels], rows
@@ -163,8 +172,8 @@ def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
 def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
-        find = partial(raised_alarms, run)
         nothing: list[tuple[News, str]] = []
+        find = partial(raised_alarms, run)
         for news, steps in readable(RunDir(run.path).config, find, nothing, run.unreadable):
             rule = RULES[news.alarm]
             bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
@@ -172,7 +181,7 @@ def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def raised_alarms(run: RunData, _: Path | None = None) -> list[tuple[News, str]]:
+def raised_alarms(run: RunData, _: Path) -> list[tuple[News, str]]:
     """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
     found: list[tuple[News, str]] = []

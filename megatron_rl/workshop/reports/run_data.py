@@ -130,7 +130,11 @@ class RunData(Curves):
 
     def _recorded(self) -> list[tuple[int, Path]]:
         steps = recorded_steps(RunDir(self.path).rollouts)
-        picks = np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round()
+        picks = np.linspace(
+            0,
+            len(steps) - 1,
+            min(len(steps), RECORDED_STEPS),
+        ).round()
         return [steps[int(pick)] for pick in picks]
 
 
@@ -145,7 +149,12 @@ def load_run(path: Path) -> RunData:
     config = readable(run.config, _mapping, dict[str, Any](), problems)
     env = readable(run.env, read_json, dict[str, Any](), problems)
     readable(run.status, read_json, dict[str, Any](), problems)
-    lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
+    lines, torn = readable(
+        run.metrics,
+        read_lines,
+        (list[dict[str, float]](), 0),
+        problems,
+    )
     if torn:
         problems.append(f"{run.metrics.name}: {torn} lines are incomplete or without a step")
     for file in sorted(run.rollouts.glob("*.parquet")):
@@ -249,7 +258,13 @@ def _tokens_of(path: Path) -> list[Rows]:
         if kept is not None:
             w = np.where(kept, w, np.nan)
         use = mask & np.isfinite(mu) & np.isfinite(p)
-        parts.append((mu[use].astype(float), p[use].astype(float), w[use].astype(float)))
+        parts.append(
+            (
+                mu[use].astype(float),
+                p[use].astype(float),
+                w[use].astype(float),
+            )
+        )
     return parts
 
 
@@ -272,7 +287,13 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
     stop = max(end for _, _, end in window)
     row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
     return [
-        Lane(row_of[lane], lane, step, max(begin, start) - start, min(end, stop) - start)
+        Lane(
+            row_of[lane],
+            lane,
+            step,
+            max(begin, start) - start,
+            min(end, stop) - start,
+        )
         for step, spans in sorted(lines.items())
         for lane, begin, end in spans
         if lane in row_of and end > start and begin < stop

@@ -54,7 +54,12 @@ def areal(mapping: Native) -> Translation:
         if rules:
             keys.refuse_if(rules[0].stat != Stat.ratio, "m2_threshold", "only_own")
             # a band of token ratios keeps the denominators as a weight that is zero outside it
-            weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
+            weight = replace(
+                weight,
+                outside=Outside.zero,
+                low=rules[0].low,
+                high=rules[0].high,
+            )
             if keys.text("importance_sampling_level") == "sequence":
                 keys.note_gspo("AReaL", "those inside the band", " by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]

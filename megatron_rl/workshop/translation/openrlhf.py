@@ -23,7 +23,11 @@ KL_KEY = "unbiased_gradient"
 KL_CAP = 10.0  # KL_IS_WEIGHT_CLIP
 GATES = {"binary_kl": Stat.binary_kl, "tv": Stat.tv}
 # what a scheme is called before 0.11.2, and its level and mode since
-SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+SCHEMES = {
+    "tis": ("token", "clip"),
+    "icepop": ("token", "mask"),
+    "seq-mask-tis": ("seq", "mask"),
+}
 
 
 def openrlhf(mapping: Native) -> Translation:

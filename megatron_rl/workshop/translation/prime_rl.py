@@ -43,7 +43,13 @@ def prime_rl(mapping: Native) -> Translation:
     if kind == "ipo":
         # what has moved at all leaves, and dppo then masks nothing: no two probabilities are
         # further apart than 1
-        rules = [RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))]
+        rules = [
+            RejectRule(
+                level=Level.token,
+                stat=Stat.tv,
+                high=_number(keys, IPO, 0.1),
+            )
+        ]
     else:
         low = _number(keys, LOW, 0.2)
         high = _number(keys, HIGH, 0.2)

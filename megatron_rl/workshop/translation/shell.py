@@ -186,7 +186,11 @@ class Script:
                 pass
             then = {"&&": holds, "||": 1 - holds, "|": 1}[sign]
             second = self._one(min(live, then), asked)
-            holds = {"&&": min(holds, second), "||": max(holds, second), "|": second}[sign]
+            holds = {
+                "&&": min(holds, second),
+                "||": max(holds, second),
+                "|": second,
+            }[sign]
         return holds
 
     def _one(self, live: Holds, asked: bool) -> Holds:
@@ -250,7 +254,13 @@ class Script:
         while words and words[0] in DECLARING:
             words.pop(0)
         while words and (found := ASSIGNMENT.fullmatch(words[0])):
-            self._assign(found[1], bool(found[2]), found[3], arrays.get(words.pop(0)), live)
+            self._assign(
+                found[1],
+                bool(found[2]),
+                found[3],
+                arrays.get(words.pop(0)),
+                live,
+            )
         if len(words) > 1 and words[0] in ("source", "."):
             script = self.folder / str(self.joined(words[1]))
             self.unread |= not script.exists()

@@ -135,7 +135,14 @@ def main() -> None:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if options.core == "apart" else "0",
             "VLLM_USE_DEEP_GEMM": "0",
         }
-        command = [sys.executable, __file__, str(options.project), str(options.out), engine, *flags]
+        command = [
+            sys.executable,
+            __file__,
+            str(options.project),
+            str(options.out),
+            engine,
+            *flags,
+        ]
         status = subprocess.run(command, env=environment).returncode or status
     raise SystemExit(status)
 

@@ -17,7 +17,11 @@ class Results:
         self.began = time.perf_counter()
 
     def note(self, name: str, **values: Any) -> None:
-        line = {"name": name, "at_s": round(time.perf_counter() - self.began, 1), **values}
+        line = {
+            "name": name,
+            "at_s": round(time.perf_counter() - self.began, 1),
+            **values,
+        }
         with self.path.open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")
         shown = ", ".join(f"{key} {value}" for key, value in values.items())

@@ -86,7 +86,13 @@ def recompiled_lines(out: Path, name: str) -> list[str]:
 def summarize(out: Path, name: str) -> str:
     steps = [line for line in read_lines(out / f"{name}.metrics.jsonl") if "time/step" in line]
     lines = step_lines(steps) or ["no step was finished"]
-    return "\n".join([*lines, *memory_lines(out, name), *recompiled_lines(out, name)])
+    return "\n".join(
+        [
+            *lines,
+            *memory_lines(out, name),
+            *recompiled_lines(out, name),
+        ]
+    )
 
 
 def main() -> None:

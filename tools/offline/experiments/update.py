@@ -274,13 +274,21 @@ class Experiment:
     def run(self) -> None:
         learner = self.learner
         sizes = [len(pack.tokens_S) for pack in self.packs]
-        self.results.note("packs", tokens=sizes, tflop_forward=round(self.flops / 1e12, 1))
+        self.results.note(
+            "packs",
+            tokens=sizes,
+            tflop_forward=round(self.flops / 1e12, 1),
+        )
         self.time("logprobs", lambda: learner.logprobs(self.batch), self.flops)
         self.time("update", lambda: learner.update(self.targets), 3 * self.flops)
         anchored = replace(self.targets, anchor_logprobs_BT=self.targets.ref_logprobs_BT)
         self.time("anchored", lambda: learner.update(anchored), 3 * self.flops)
         self.time("body", lambda: run_body(learner, self.packs), 3 * self.body_flops)
-        self.time("bare", lambda: self.bench.bare(learner, self.packs), 3 * self.flops)
+        self.time(
+            "bare",
+            lambda: self.bench.bare(learner, self.packs),
+            3 * self.flops,
+        )
         self.time("step", learner.optimizer.step, 0)
         self.time("norm", learner.optimizer.get_grad_norm, 0)
         self.head()
@@ -299,7 +307,12 @@ class Experiment:
         learner = self.learner
 
         def update(name: str) -> None:
-            self.time(f"update, {name}", lambda: learner.update(self.targets), 3 * self.flops, 2)
+            self.time(
+                f"update, {name}",
+                lambda: learner.update(self.targets),
+                3 * self.flops,
+                2,
+            )
 
         plain = dict(vars(learner.megatron_config))
         for name, fields in RECOMPUTE.items():

@@ -141,7 +141,12 @@ def of_stage(
     mine = held(shape, layout, stage)
     last = stage == layout.pp - 1
     layers = layout.stage_layers(shape.layers)[stage]
-    pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest, pack.padded)
+    pack = Pack(
+        pack.tokens / layout.cp,
+        pack.responses / layout.cp,
+        pack.longest,
+        pack.padded,
+    )
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
