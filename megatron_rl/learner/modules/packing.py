@@ -189,11 +189,7 @@ def pack(
     first_R = starts[: len(lengths)]
     real_P = torch.repeat_interleave(first_R, lengths) + _ramp(lengths)
     positions = int(starts[-1])
-    tokens_S = torch.zeros(positions, dtype=torch.int64).index_copy(
-        0,
-        real_P,
-        mine.tokens_P.long(),
-    )
+    tokens_S = torch.zeros(positions, dtype=torch.int64).index_copy(0, real_P, mine.tokens_P.long())
 
     horizon = int(responses.max()) if len(responses) else 1
     horizon = max(1, horizon)
