@@ -168,7 +168,7 @@ def arguments_of(
 def is_done(
     experiment: Experiment, arguments: Sequence[str], options: argparse.Namespace, ours: bool
 ) -> bool:
-    """Whether a run that may go on has finished; raises where its folder is taken."""
+    """Return True if a run that may go on has finished; raise where its folder is taken."""
     given = [word.partition("=")[2] for word in arguments if word.startswith("run.if_exists=")]
     if_exists = next((one for one in IfExists if given and one == given[-1]), IfExists.refuse)
     path = options.root / experiment.name

@@ -35,7 +35,7 @@ class Outliers:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run of a cell."""
+    """A run of a cell."""
 
     name: str
     labels: tuple[str, ...]
@@ -112,7 +112,7 @@ def of_corrections(
 
 
 def is_grid(path: Path) -> bool:
-    """Whether a file has axes; what cannot be read is no grid."""
+    """True for a file that has axes; what cannot be read is no grid."""
     try:
         return "axes" in read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError):

@@ -71,7 +71,7 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a published table says things: columns that may hold the question and the answer, the
+    """Layout of a published table: columns that may hold the question and the answer, the
     first that is there.
     """
 
@@ -96,7 +96,7 @@ def whole_number(answer: str) -> str:
 
 
 def boxed(solution: str) -> str:
-    """What the last box of a solution holds; a text without a box is the answer itself."""
+    """Content of a solution's last box; a text without a box is the answer itself."""
     start = solution.rfind("\\boxed")
     if start < 0:
         return solution.strip()

@@ -64,7 +64,7 @@ class Runner:
         started: Callable[[Job], None] = lambda job: None,
         ended: Callable[[Job, str, float], None] = lambda job, outcome, seconds: None,
     ) -> dict[str, str]:
-        """How each has ended, by its name; both are told of as they happen."""
+        """Run the jobs and return how each has ended, by its name."""
         outcomes = {job.name: NOT_STARTED for job in jobs}
         waiting = list(jobs)
         while self._children or (waiting and not (self.interrupted or self.last)):
@@ -89,7 +89,7 @@ class Runner:
         return outcomes
 
     def log_of(self, name: str) -> Path | None:
-        """Where a child of several speaks; one alone speaks to whoever started this process."""
+        """Log of a child of several; one alone speaks to whoever started this process."""
         if self.at_once > 1:
             return self._logs / f"{name}.log"
         return None
@@ -151,6 +151,6 @@ class Runner:
 
 
 def _begin(parent: int, cores: frozenset[int]) -> None:
-    """Of a child, before it is what it is to be."""
+    """Set up a child before it executes its command."""
     os.sched_setaffinity(0, cores)
     die_with_parent(parent, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How large the tree is, against the bounds of tools/size.yaml: `make lint` runs it.
+"""Size of the tree against the bounds of tools/size.yaml: `make lint` runs it.
 
 python tools/size.py [--list]     exit status 1 where a bound is broken; --list names the largest
 files and functions
@@ -83,7 +83,7 @@ def leaves(section: object) -> int:
 
 
 def floors(found: list[Module]) -> tuple[dict[str, int], set[str]]:
-    """How deep the imports inside each room go, a module that imports none of its room being floor
+    """Depth of the imports inside each room, a module that imports none of its room being floor
     1; and the modules that import themselves by way of others of their room, those that only a type
     checker follows included.
     """

@@ -1,4 +1,4 @@
-"""Where the runs of a grid start: a task's data, and a supervised warm start for each seed, shared
+"""Starts of a grid's runs: a task's data, and a supervised warm start for each seed, shared
 by all its runs.
 """
 
@@ -23,7 +23,7 @@ def write_data(grid: Grid) -> None:
 
 
 def arguments(grid: Grid, root: Path, seed: int | None) -> list[str]:
-    """Of the warm start that a seed begins with."""
+    """Configuration of the warm start that a seed begins with."""
     assert grid.task is not None
     name = _name(grid, seed)
     words = [

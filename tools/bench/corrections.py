@@ -1,4 +1,4 @@
-"""How fast is rollout_correction, and how much memory does it take?
+"""Speed and memory of rollout_correction.
 
 Compares it with the same computation written plainly, one full-size tensor operation after the
 other, on 512 x 2048 float32 logprobs with token-level truncation, one geometric rule and all

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the factors of `sync.probe_budget: auto` rest on: sampler against learner, beside one
+"""Measurement behind the factors of `sync.probe_budget: auto`: sampler against learner, beside one
 rounding more.
 
     python tools/bench/probe_budget.py MODEL ... [--formats bf16 int8 fp8] [--prompts 16] [--samples

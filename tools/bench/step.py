@@ -107,7 +107,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the learner, and how many engines sample."""
+    """Precision of the learner, and how many engines sample."""
 
     ranks: int
     tensor_parallel: int
@@ -117,7 +117,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Machine:
-    """What it does at best, with all of its cores."""
+    """The machine at best, with all of its cores."""
 
     bf16: float  # operations per second
     int8: float

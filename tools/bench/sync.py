@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a weight sync costs: learner ranks with TP shards, a live engine, every phase timed.
+"""Cost of a weight sync: learner ranks with TP shards, a live engine, every phase timed.
 
     python tools/bench/sync.py [--formats none int8 fp8] [--tensor-parallel 2] [--repeats 5]
 
@@ -175,7 +175,7 @@ class Answers:
 def answers_meanwhile(
     source: ShardSource, weights: RandomWeights, sampler: Sampler | None, to: Path, version: int
 ) -> list[Answers]:
-    """How the engine answers when it is idle, and while the next weights are being built."""
+    """Answers of the engine when it is idle, and while the next weights are being built."""
     tensors = source.tensors(dict(weights.named_parameters()))
     if sampler is None:
         list(tensors)
@@ -335,7 +335,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def explanation(row: dict[str, Any]) -> list[str]:
-    """Where the time of one format goes, largest first, and what the engine did meanwhile."""
+    """Times of one format, largest first, and of the engine meanwhile."""
     engine = row["engine"]
     parts = {
         "packing in the engine": engine["build_s"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many bytes a sync moves, counted, beside the least that could move: four learner ranks, an
+"""Bytes that a sync moves, counted, beside the least that could move: four learner ranks, an
 engine of two.
 
     python tools/bench/sync_shares.py [--formats int8 fp8] [--repeats 3] [--hidden 512]

@@ -139,7 +139,7 @@ def mult_prob_error(toy: Toy) -> float:
 
 
 def mean_reward(toy: Toy) -> float:
-    """Of what the sampler draws: the baseline of the tables and of training."""
+    """Mean reward of what the sampler draws: the baseline of the tables and of training."""
     return float((toy.sampler_prob_B * toy.rewards_B).sum())
 
 

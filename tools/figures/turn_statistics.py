@@ -95,7 +95,7 @@ class Quality:
 
 
 def quality(sessions: Sessions, coefficients_BT: Tensor, noise: bool = True) -> Quality:
-    """Of the gradient in which each token's score is multiplied by these."""
+    """Quality of the gradient in which each token's score is multiplied by these coefficients."""
     scores = sessions.toy.scores() * sessions.mask_BT[:, :, None, None]
     rewards_BT = sessions.toy.rewards_B[:, None].expand_as(coefficients_BT)
     true, _ = moments(scores, rewards_BT, sessions.chances(False))

@@ -21,7 +21,7 @@ def read_globs(listed: Path) -> list[str]:
 
 
 def is_left_out(path: Path, globs: list[str]) -> bool:
-    """Whether a path relative to the folder of packages is not carried."""
+    """True for a path, relative to the folder of packages, that is not carried."""
     text = str(path)
     name = path.name
     at_top = text == name

@@ -122,7 +122,7 @@ def make_learner(options: argparse.Namespace) -> Any:
 
 
 def targets_of(bench: Any, batch: Any) -> Any:
-    """What an update of the recipe is given: reference logprobs, no anchor."""
+    """Targets of an update of the recipe: reference logprobs, no anchor."""
     import torch
 
     logprobs = torch.full(batch.mask_BT.shape, LOGPROB)
