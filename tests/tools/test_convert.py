@@ -95,7 +95,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What a learner saves: its weights, not the layers' (empty, pickled) extra states."""
+    """A learner's weights, without the layers' (empty, pickled) extra states."""
     return {
         key: value
         for key, value in module.sharded_state_dict().items()

@@ -1,4 +1,4 @@
-"""The first hour's script, with stand-ins for what it starts."""
+"""The first hour's script, with stand-ins for its programs."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ case "$*" in *qwen3_8b*) ;; *dry-run*) echo "error: learner: too many ranks"; ex
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the script reads, and programs that say how they were called."""
+    """A copy of the script's files, and programs that print their arguments."""
     for name in ("recipes", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tools").mkdir()

@@ -1,4 +1,4 @@
-"""A grid file: the runs that it names, and what is wrong with it, all at once and by name."""
+"""A grid file: its runs, and its mistakes by key."""
 
 from pathlib import Path
 

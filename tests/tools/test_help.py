@@ -1,4 +1,4 @@
-"""Every tool says how it is used, and does nothing else then."""
+"""Every tool prints its usage for --help, and writes nothing."""
 
 import os
 from pathlib import Path

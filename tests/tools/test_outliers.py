@@ -1,6 +1,4 @@
-"""Outliers in the activations change nothing but what INT8 makes of them: transformers says so, not
-our learner.
-"""
+"""Outliers in the activations leave the function as it was, by transformers' model."""
 
 from pathlib import Path
 

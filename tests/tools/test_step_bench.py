@@ -1,6 +1,4 @@
-"""The floors of tools/bench/step.py, against what torch counts in transformers' model of the same
-shape.
-"""
+"""The floors of tools/bench/step.py against torch's count in transformers' model."""
 
 import sys
 from pathlib import Path

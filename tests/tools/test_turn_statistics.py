@@ -8,7 +8,7 @@ import turn_statistics as lab
 
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 def test_the_more_of_the_past_a_weight_knows_the_less_it_is_biased(noise: float) -> None:
-    """Over all sessions, exactly."""
+    """Over all conversations, exactly."""
     sessions = lab.make_sessions(noise)
     assert float(sessions.chances(True).sum()) == pytest.approx(1.0, abs=1e-12), "each session once"
     assert sorted(set(sessions.mask_BT.sum(dim=1).tolist())) == [2, 4, 6]

@@ -25,7 +25,7 @@ of_each_recipe = pytest.mark.parametrize(
 
 @pytest.fixture
 def shipped(place: Path) -> Path:
-    """A folder with the recipes that are shipped."""
+    """A folder with the shipped recipes."""
     for name in ("recipes", "conf"):
         (place / name).symlink_to(ROOT / name)
     return place

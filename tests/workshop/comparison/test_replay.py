@@ -1,4 +1,4 @@
-"""Replay: other corrections on recorded batches give what the loop itself would have given."""
+"""Replay: metrics of other corrections on recorded batches equal those of the loop."""
 
 import pytest
 import torch

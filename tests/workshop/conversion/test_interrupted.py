@@ -32,7 +32,7 @@ FILE_BYTES = 30_000
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dozens of them."""
+    """Dozens of files in each folder."""
     monkeypatch.setattr(exports, "FILE_BYTES", FILE_BYTES)
 
 
@@ -113,7 +113,7 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
     "one line with file and reason; it succeeds with room",
 )
 def test_no_space_left(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE refuses as a full disk does."""
+    """RLIMIT_FSIZE in place of a full disk."""
     source = made(tmp_path / "hf", config_of("llama"))
     target = tmp_path / "out"
     words = asked("import", source, target)

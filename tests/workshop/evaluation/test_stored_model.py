@@ -80,7 +80,6 @@ def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    """Nor is one what is not there, as every command says."""
     with pytest.raises(ConfigError, match=r"neither a run"):
         find(tmp_path, None, None)
 

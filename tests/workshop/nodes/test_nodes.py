@@ -1,4 +1,4 @@
-"""Check of a job's nodes: local processes in their place, and problems laid to the right one."""
+"""Check of a job's nodes, as local processes: each problem names its node."""
 
 import os
 import socket

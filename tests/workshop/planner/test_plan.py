@@ -1,4 +1,4 @@
-"""`megatron-rl plan RECIPE`: what it says of ranks, memory, cache and time, and what it refuses."""
+"""`megatron-rl plan RECIPE`: ranks, memory, cache, time, and refusals."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B", "1x8xH100")}
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing of the recipe is here; servers on other nodes have a key."""
+    """An empty working folder, and a key for servers on other nodes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", "k" * 32)
 

@@ -393,7 +393,7 @@ def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> Non
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
-    """A command's output is unknown where it is needed, and where it decides."""
+    """Output of a command is unknown, as are variables that depend on it."""
     mark = tmp_path / "mark"
     script = f"X=$(touch {mark}; echo 1)\nif test -e /; then Y=2; fi\nfor i in 1 2; do Z=$i; done\nrun $X ${{Y}} $Z"
     command = Script(tmp_path, {}).read(script).commands[-1]
@@ -412,7 +412,7 @@ def mistaken(name: str, source: random.Random) -> str:
 
 
 def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
-    """It is an error, or listed as unknown; one in each of eight projects' settings at a time."""
+    """One mistake at a time is an error or listed as unknown, in each of eight projects."""
     source = random.Random(0)
     seen = dict.fromkeys(projects(), 0)
     cases = [(project, flatten(mapping)) for project, mapping in ALL if project in seen]

@@ -175,7 +175,7 @@ def test_refused(framework: str, mapping: Native, key: str) -> None:
 def test_an_unknown_name_that_may_be_about_correction_is_an_error(
     framework: str, name: str
 ) -> None:
-    """It names the key and the nearest name; a key that holds nothing asks for nothing."""
+    """The error names the key and the nearest name; a null value is no setting."""
     rest = {"model.path": "x", "data.seed": 1}
     with pytest.raises(TranslationError, match=rf"{name.replace('-', '_')}: .* is [a-z_0-9]+;"):
         translate(framework, rest | {name: True})

@@ -514,9 +514,7 @@ def test_tokens_without_a_sampler_logprob(
 def test_a_token_without_a_sampler_logprob_in_a_weighted_row(
     framework: str, mapping: Native, total: float
 ) -> None:
-    """It counts as d = 0 in the row, as theirs does; its own weight is the row's there and 1
-    here.
-    """
+    """It counts as d = 0 in the row; its own weight is 1 here, and the row's there."""
     mu_BT = torch.tensor([[-1.4, math.nan, -1.2]])
     weights_BT = rollout_correction(
         PROX_BT[:1], mu_BT, MASK_BT[:1], translate(framework, mapping).config
@@ -533,9 +531,7 @@ def answer(sample: int, versions: list[int]) -> Scored:
 
 
 def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> None:
-    """A call that goes on with an answer zeroes the mask of what is there, and of answers that were
-    complete.
-    """
+    """A call that resumes a response masks its earlier tokens, and all complete responses."""
     calls = [[3, 3, 4, 4], [2, 2], [4, 4, 4]]
     batch = collate([answer(sample, versions) for sample, versions in enumerate(calls)])
     prox_BT = batch.sampler_logprobs_BT + torch.tensor([[2.0, 2.0, 0.1, 0.2], [0.0] * 4, [0.3] * 4])

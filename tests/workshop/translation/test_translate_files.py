@@ -29,7 +29,7 @@ from megatron_rl.workshop.translation.translate import (
 
 
 def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
-    """All of it; with the loss that it goes with it passes the checks of a recipe."""
+    """With the loss of its notes it also passes the checks of a recipe."""
     for framework, mapping in ALL:
         config = translate(framework, mapping).config
         section = yaml.safe_load(write_yaml(correction_section(config)))
@@ -41,9 +41,7 @@ def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
 
 
 def test_whatever_is_handed_over_is_translated_or_refused() -> None:
-    """Random settings under the real names: a valid correction or an error of ours, nothing
-    else.
-    """
+    """Random values of real keys give a valid correction or a TranslationError."""
     names = {
         name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)})
         for name in FRAMEWORKS
@@ -129,9 +127,7 @@ prime_rl:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
-    """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped
-    setting.
-    """
+    """The correction is found, notes list the rest, and no key is taken for a mistyped one."""
     config, notes, *_ = translate(framework, FILES[framework])
     assert config.weight.level == ("none" if framework == "prime_rl" else "token")
     assert [note.startswith(LEFT_OUT) for note in notes].index(True) == len(notes) - 1

@@ -113,9 +113,7 @@ def verl_run(correction: dict[str, Any], **about: Any) -> dict[str, Any]:
 
 
 def verl_in_loss(loss_mode: str = "bypass_mode", **settings: Any) -> dict[str, Any]:
-    """Bypass as verl's documentation writes it for its default trainer: the settings inside the
-    loss.
-    """
+    """Bypass as in verl's documentation of its default trainer: settings inside the loss."""
     policy_loss = {"loss_mode": loss_mode, "rollout_correction": settings}
     return {
         "actor_rollout_ref": {"actor": {"use_rollout_log_probs": True, "policy_loss": policy_loss}}
