@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,16 @@ from megatron_rl.workshop.conversion.sources import find
 ROWS = 192
 COLUMNS = 320
 WEIGHT = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+INT8 = torch.ones(4, 4, dtype=torch.int8)
 
 
 def scaled(args: QuantizationArgs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    largest = {
-        "int": 2 ** (args.num_bits - 1) - 1,
-        "float": FP8_MAX if args.num_bits == 8 else 6.0,
-    }[args.type]
-    scale = (
-        (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2)))
-        * float(WEIGHT.abs().max())
-        / largest
-    )
-    return {"weight": WEIGHT, "weight_scale": scale}
+    if args.type == "int":
+        largest = 2 ** (args.num_bits - 1) - 1
+    else:
+        largest = FP8_MAX if args.num_bits == 8 else 6.0
+    scale = 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    return {"weight": WEIGHT, "weight_scale": scale * WEIGHT.abs().max() / largest}
 
 
 def case(
@@ -59,15 +55,12 @@ CASES = {
 }
 
 
-def folder_of(
-    path: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]
-) -> Path:
+def folder_of(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Path:
     path.mkdir()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(
-        json.dumps({"model_type": "other", "quantization_config": dict(quantization)})
-    )
+    config = {"model_type": "other", "quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -78,12 +71,10 @@ def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     given = scaled(args, shape)
     if not args.symmetric:
-        low = -(2 ** (args.num_bits - 1))
-        high = 2 ** (args.num_bits - 1) - 1
-        generator = torch.Generator().manual_seed(3)
-        given["weight_zero_point"] = torch.randint(
-            low, high, shape, generator=generator, dtype=torch.int8
-        )
+        half = 2 ** (args.num_bits - 1)
+        random = torch.Generator().manual_seed(3)
+        points = torch.randint(-half, half - 1, shape, generator=random, dtype=torch.int8)
+        given["weight_zero_point"] = points
     if name == "nvfp4":
         given["weight_global_scale"] = torch.tensor([37.0])
         given["weight_scale"] = given["weight_scale"] * 37.0
@@ -132,25 +123,13 @@ def test_blocks_as_deepseek_stores_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"a.weight": torch.ones(2, 2, dtype=torch.int8)}, "there is no a.weight_scale"),
+        ({"a.weight": INT8}, "no a.weight_scale"),
+        ({"a.weight_scale": torch.ones(2, 1)}, "a.weight_scale belongs"),
+        ({"a.weight_packed": INT8.to(torch.uint8)}, "no a.weight_scale"),
+        ({"a.weight_g_idx": INT8[0].int()}, "a.weight_g_idx: columns"),
+        ({"a.weight": INT8[0], "a.weight_scale": torch.ones(1)}, "no matrix"),
         (
-            {"a.weight_scale": torch.ones(2, 1)},
-            "a.weight_scale belongs to a weight that is not there",
-        ),
-        ({"a.weight_packed": torch.ones(2, 2, dtype=torch.uint8)}, "there is no a.weight_scale"),
-        (
-            {"a.weight_g_idx": torch.ones(2, dtype=torch.int32)},
-            "a.weight_g_idx: columns in an order of their own",
-        ),
-        (
-            {"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)},
-            "no matrix",
-        ),
-        (
-            {
-                "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
-                "a.weight_scale": torch.ones(3, 5),
-            },
+            {"a.weight": INT8.to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
             "a.weight_scale is [3, 5]",
         ),
     ],

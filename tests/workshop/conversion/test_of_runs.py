@@ -1,6 +1,4 @@
-"""A run's checkpoints, also as its sampler had them; and the commands of tools/README.md, which
-begin with runs.
-"""
+"""A run's checkpoints, also as its sampler had them, and the commands of tools/README.md."""
 
 from __future__ import annotations
 
