@@ -164,14 +164,14 @@ def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:
 
 
 def found_by(kind: str, script: Path, folder: Path, *, timeout: float, **variables: str) -> Any:
-    """What a script of cases has written, in a process of its own that is told this folder."""
+    """Run a script of cases in a process of its own; return what it wrote to `folder`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     said(kind, [script, folder], timeout=timeout, env=environment)
     return json.loads((folder / "found.json").read_text())
 
 
 def said(kind: str, words: Sequence[str | Path], *, timeout: float = 400, **options: Any) -> str:
-    """What a program prints that ends well. `words`: those behind `python`."""
+    """Run a program that ends well; return what it prints. `words`: those behind `python`."""
     done = run(kind, [sys.executable, *words], timeout=timeout, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -1,6 +1,4 @@
-"""What test_faults runs in processes of its own: learner ranks that are killed, a rank whose disk
-fills up.
-"""
+"""Processes of test_faults: learner ranks that are killed, a rank whose disk fills up."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def load(case: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
 
 
 class Poisoned(Mapping[str, torch.Tensor]):
-    """What was read, with other numbers wherever this rank says that it loads nothing from."""
+    """Tensors as read, with other numbers wherever this rank claims to load nothing from."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
         self._tensors = tensors

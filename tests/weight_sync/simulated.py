@@ -84,7 +84,7 @@ def random_hf(
 def quantized_whole(
     hf: Mapping[str, torch.Tensor], format: Format, ignore: Sequence[str] = ("lm_head",)
 ) -> dict[str, torch.Tensor]:
-    """What a sampler must receive: every original tensor quantized in one piece."""
+    """Tensors that a sampler must receive: every original one, quantized in one piece."""
     out = {}
     for name, tensor in hf.items():
         if is_quantized(name, format, ignore):

@@ -1,4 +1,4 @@
-"""What travels beside the tensors of vLLM's transports: checksums, announcements, handles of shared
+"""Messages beside the tensors of vLLM's transports: checksums, announcements, handles of shared
 memory.
 """
 
