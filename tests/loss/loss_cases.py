@@ -22,7 +22,7 @@ BYPASS = CorrectionConfig(
 def inputs_of(
     pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advantages_B: Tensor
 ) -> LossInputs:
-    """`found` holds the weights and masks, as a Correction does; all rows answer one prompt."""
+    """`found` holds the weights and masks, as a Correction does; all rows are responses to one prompt."""
     return LossInputs(
         logprobs_BT=pi_BT,
         anchor_logprobs_BT=anchor_BT,

@@ -483,61 +483,63 @@ class TestCovariance:
         p = prox_BT[mask_BT].mean()
         return ((advantages_BT - a) * (prox_BT - p)).masked_fill(~mask_BT, -math.inf)
 
+    def selected(
+        self, batch: tuple[torch.Tensor, ...], name: str, seed: int = 0, **params: float
+    ) -> torch.Tensor:
+        config = LossConfig(name=name, params=params)
+        selected_BT = select_by_covariance(*batch, config, seed=seed)
+        assert selected_BT is not None
+        return selected_BT
+
     @pytest.mark.parametrize("fraction", [0.1, 1e-4])
     def test_kl_cov_takes_the_highest_and_at_least_one(self, fraction: float) -> None:
-        config = LossConfig(name="kl_cov", params={"cov_fraction": fraction})
-        prox_BT, advantages_B, mask_BT = self.batch()
-        selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
+        batch = self.batch()
+        mask_BT = batch[2]
+        selected_BT = self.selected(batch, "kl_cov", cov_fraction=fraction)
         assert int(selected_BT.sum()) == max(1, int(fraction * mask_BT.sum()))
         covariance_BT = self.covariance()
         assert covariance_BT[selected_BT].min() >= covariance_BT[mask_BT & ~selected_BT].max()
 
     def test_clip_cov_draws_inside_its_band_by_seed(self) -> None:
-        config = LossConfig(
-            name="clip_cov", params={"cov_fraction": 0.08, "cov_low": 0.5, "cov_high": 2.0}
-        )
         batch = self.batch()
-        draws = [select_by_covariance(*batch, config, seed=seed) for seed in (0, 0, 1)]
+        band = {"cov_fraction": 0.08, "cov_low": 0.5, "cov_high": 2.0}
+        draws = [self.selected(batch, "clip_cov", seed, **band) for seed in (0, 0, 1)]
         assert torch.equal(draws[0], draws[1])
         assert not torch.equal(draws[0], draws[2])
-        covariance_BT = self.covariance()
-        assert bool(((covariance_BT[draws[0]] > 0.5) & (covariance_BT[draws[0]] < 2.0)).all())
-        assert int(draws[0].sum()) == int(0.08 * batch[2].sum())
+        drawn = self.covariance()[draws[0]]
+        assert bool(((drawn > 0.5) & (drawn < 2.0)).all())
+        assert len(drawn) == int(0.08 * batch[2].sum())
 
-    def test_order_padding_and_what_a_masked_row_holds_do_not_matter(self) -> None:
+    @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+    def test_order_padding_and_what_a_masked_row_holds_do_not_matter(self, name: str) -> None:
         prox_BT, advantages_B, mask_BT = self.batch()
         mask_BT[4] = False
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
         padding = torch.full((12, 3), math.nan)
         spoiled_B = advantages_B.clone()
         spoiled_B[4] = math.nan
-        for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, params={"cov_fraction": 0.1, "cov_low": 0.2})
-            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            wide_BT = torch.cat([prox_BT, padding], 1)
-            wide_mask_BT = torch.cat([mask_BT, padding.isfinite()], 1)
-            moved_BT = select_by_covariance(
-                wide_BT[order], spoiled_B[order], wide_mask_BT[order], config, seed=3
+        wide_BT = torch.cat([prox_BT, padding], 1)
+        wide_mask_BT = torch.cat([mask_BT, padding.isfinite()], 1)
+        plain_BT, moved_BT = (
+            self.selected(batch, name, seed=3, cov_fraction=0.1, cov_low=0.2)
+            for batch in (
+                (prox_BT, advantages_B, mask_BT),
+                (wide_BT[order], spoiled_B[order], wide_mask_BT[order]),
             )
-            assert torch.equal(moved_BT[:, :10], plain_BT[order])
+        )
+        assert torch.equal(moved_BT[:, :10], plain_BT[order])
 
     def test_rounding_never_decides(self) -> None:
         """Equal advantages have zero covariance, up to rounding that depends on padding."""
         generator = torch.Generator().manual_seed(2)
-        config = LossConfig(name="kl_cov", params={"cov_fraction": 0.4})
         draws = set()
         for seed in range(20):
             prox_BT = -torch.rand(1, 9, generator=generator) * 5
             advantages_B = torch.randn(1, generator=generator)
-            mask_BT = torch.ones(1, 9, dtype=torch.bool)
-            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=seed)
-            padded = torch.zeros(1, 5)
-            padded_BT = select_by_covariance(
-                torch.cat([prox_BT, padded], 1),
-                advantages_B,
-                torch.cat([mask_BT, padded.bool()], 1),
-                config,
-                seed=seed,
+            wide_BT = torch.nn.functional.pad(prox_BT, (0, 5))
+            plain_BT, padded_BT = (
+                self.selected((one_BT, advantages_B, one_BT < 0), "kl_cov", seed, cov_fraction=0.4)
+                for one_BT in (prox_BT, wide_BT)
             )
             assert torch.equal(padded_BT[:, :9], plain_BT)
             assert int(plain_BT.sum()) == 3

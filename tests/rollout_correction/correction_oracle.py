@@ -118,7 +118,7 @@ def correct(
             stays[i, t] = True
 
     def group(level: str, i: int, t: int) -> Any:
-        """What a token's statistic is shared with: its row, its turn, or nothing."""
+        """Key of the tokens that share a statistic: a row's, a turn's, or the token's own."""
         return {"sequence": i, "turn": (i, "turn", turn_of[i, t])}.get(level, (i, t))
 
     def members(level: str, i: int, t: int) -> list[tuple[float, float]]:

@@ -221,7 +221,7 @@ def test_a_turn_may_come_back() -> None:
 @pytest.mark.parametrize("policy", [policy for policy in NonFinite if policy != NonFinite.raise_])
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
 def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: NonFinite) -> None:
-    """Where no pass comes before the update: the driver's weights, and those of the loss in two
+    """Without a pass before the update: the driver's weights, and those of the loss in two
     micro-batches.
     """
     prox_BT, mu_BT, mask_BT = example(6)

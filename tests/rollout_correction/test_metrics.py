@@ -256,9 +256,7 @@ def test_metrics_are_plain_numbers_of_the_table() -> None:
 
 @pytest.mark.parametrize("shift", [-25.0, 25.0])
 def test_probabilities_stay_true_where_the_ratio_is_bounded(shift: float) -> None:
-    """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its
-    business.
-    """
+    """A learner that is e^25 off: the bound on the exponent of rho leaves the two probabilities."""
     pair = torch.tensor([math.log(0.5) + min(shift, 0.0), math.log(0.5) - max(shift, 0.0)])
     metrics = measured(*pair.view(2, 1, 1))
     assert metrics["probs_diff_max"] == pytest.approx(0.5, abs=1e-6)

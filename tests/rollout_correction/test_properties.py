@@ -1,4 +1,4 @@
-"""What must hold for any batch: hypothesis draws shapes, masks, mismatch and config.
+"""Properties of every batch: hypothesis draws shapes, masks, mismatch and config.
 
 Shape legend: B sequences, T response positions.
 """
@@ -132,7 +132,7 @@ def assert_same(one: Correction, other: Correction, exact: bool = False) -> None
 
 
 def far_from_bounds(batch: Batch, config: CorrectionConfig) -> bool:
-    """Whether the verdicts survive rounding: they do not depend on the last bits of d."""
+    """Return true if no verdict depends on the last bits of d."""
     prox_BT, mu_BT, mask_BT = batch
     verdicts = [
         run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT

@@ -303,7 +303,7 @@ def test_baseline_keep() -> None:
     assert not found.rejected_B.all()
     assert torch.equal(found.baseline_keep_B(with_it), batch[2].any(dim=1) & ~found.rejected_B)
     assert found.baseline_keep_B(without).all()
-    assert not found.rejected_B[0]  # an empty answer is not a rejected one
+    assert not found.rejected_B[0]  # an empty response is not a rejected one
     assert not found.baseline_keep_B(with_it)[0]  # but says nothing about its siblings either
 
 

@@ -76,7 +76,7 @@ def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: bool) -> None:
-    """As if the engine had never written it: the answer of the same batch with a shorter mask."""
+    """The correction is that of the same batch with a shorter mask."""
     others = [
         RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
         RejectRule(stat="k2", reduce="max", high=0.1),

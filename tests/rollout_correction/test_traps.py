@@ -319,9 +319,7 @@ def test_a_cap_counts_tokens_that_weigh_one_whatever_it_is() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
-    """What the others weigh was decided with everybody present; with a cap of 8 again it would be
-    more.
-    """
+    """The cap was solved with all rows; with a cap of 8 the remaining weights would be larger."""
     d_BT = torch.tensor([[2.0, 0.0], [0.1, -0.1], [1.5, 0.2], [0.0, 0.1]])
     config = CorrectionConfig(weight=WeightConfig(level=level, high=8.0, target_ess=0.95))
     found = rollout_correction(d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
