@@ -1,6 +1,5 @@
 """prompt -> rollout -> reward -> group filter: unscored and truncated responses, refills."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,12 +54,7 @@ def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(
     found = collected(setting, "yn?y")
     batch = collate(found.scored)
     assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
-    assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    assert batch.rewards_B.isnan().tolist() == [False, False, True, False]
     correction, advantages_B = correct(
         batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage
     )

@@ -24,10 +24,15 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.rollout_correction.correction import correct, without_stale
 
+
+def mask(rows: str) -> torch.Tensor:
+    return torch.tensor([[digit == "1" for digit in row] for row in rows.split()])
+
+
 # the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a
 # hole and padding
 VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])
-MASK_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]]).bool()
+MASK_BT = mask("1111 1111 1111 0110")
 MASKED = "rollout_corr/stale_masked_fraction"
 
 
@@ -48,23 +53,17 @@ def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> C
 @pytest.mark.parametrize(
     ("config", "kept"),
     [
-        (stale(high=0), [[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]),
-        (stale(high=1), [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
-        (stale(high=2), MASK_BT.tolist()),
-        (
-            stale("sequence", "max", high=1),
-            [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]],
-        ),
-        (
-            stale("sequence", "mean", high=1.25),
-            [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]],
-        ),
-        (CorrectionConfig(), MASK_BT.tolist()),
+        (stale(high=0), "0001 1111 0000 0010"),
+        (stale(high=1), "0011 1111 0000 0110"),
+        (stale(high=2), "1111 1111 1111 0110"),
+        (stale("sequence", "max", high=1), "0000 1111 0000 0110"),
+        (stale("sequence", "mean", high=1.25), "1111 1111 0000 0110"),
+        (CorrectionConfig(), "1111 1111 1111 0110"),
     ],
 )
-def test_which_tokens_are_too_old(config: CorrectionConfig, kept: list[list[int]]) -> None:
+def test_which_tokens_are_too_old(config: CorrectionConfig, kept: str) -> None:
     batch, metrics = without_stale(aged(), config, version=5)
-    assert torch.equal(batch.mask_BT, torch.tensor(kept).bool())
+    assert torch.equal(batch.mask_BT, mask(kept))
     share = 1 - float(batch.mask_BT.sum() / MASK_BT.sum())
     assert metrics == ({MASKED: pytest.approx(share)} if config.reject else {})
 
