@@ -210,3 +210,10 @@ def test_open_sessions_beyond_the_cache_are_noted(command: Command) -> None:
     assert fitting() == []
     (sessions,) = fitting("environment.sessions=2048")
     assert fitting(f"environment.sessions={sessions}") == []
+
+
+def test_edits_are_in_the_plan(command: Command) -> None:
+    said = command("plan", DAPO, *NODE, "loss.clip_low=3e-4")
+    rows = dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
+    assert "clip_low=0.0003" in rows["loss"]
+    assert rows["changed"].startswith("loss.clip_low 0.0003")
