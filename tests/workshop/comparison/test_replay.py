@@ -13,6 +13,7 @@ from megatron_rl.config.schema import (
     Level,
     RejectRule,
     Stat,
+    WeightConfig,
 )
 from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.record import Recorder
@@ -62,9 +63,9 @@ def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run)
 
 def test_metrics_are_means_over_the_steps_and_the_largest_weight_of_all(run):
     batches = [load_recorded(path) for _, path in recorded_steps(RunDir(run).rollouts)]
-    tis = {"tis": CorrectionConfig()}
-    one, other = (replay([batch], tis, AdvantageConfig())["tis"] for batch in batches)
-    both = replay(batches, tis, AdvantageConfig())["tis"]
+    ratios = {"ratios": CorrectionConfig(weight=WeightConfig(high=None))}
+    one, other = (replay([batch], ratios, AdvantageConfig())["ratios"] for batch in batches)
+    both = replay(batches, ratios, AdvantageConfig())["ratios"]
     assert both["kl"] == pytest.approx((one["kl"] + other["kl"]) / 2)
     assert both["rollout_is_max"] == max(one["rollout_is_max"], other["rollout_is_max"])
 
