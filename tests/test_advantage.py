@@ -93,7 +93,7 @@ def test_equal_rewards_are_exactly_zero() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"maxrl .* lowest is -1\.0"):
+    with pytest.raises(ValueError, match=r"lowest is -1\.0"):
         group_advantages(
             torch.tensor([2.0, -1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl")
         )

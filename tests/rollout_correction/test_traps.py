@@ -140,10 +140,12 @@ def test_no_correction_raises_on_an_empty_mask(shape: tuple[int, int]) -> None:
 
 
 def test_loss_metrics_count_no_padding() -> None:
-    """Both tokens at ratio e, above the clip; the padding, at ratio 1 or e, is not counted."""
+    """Both tokens at ratio e, above the clip; the padding, at ratio 1 and on the open bound, is not
+    counted.
+    """
     found = corrected([[0.0] * 4], [[1, 1, 0, 0]])
     inputs = inputs_for(found, [1.0], logprobs_BT=torch.full((1, 4), -1.0))
-    metrics = policy_loss(inputs, LossConfig(name="cispo"))[1]
+    metrics = policy_loss(inputs, LossConfig(name="rollout_is", clip_high=0.0))[1]
     assert float(metrics["loss/clip_fraction_high"]) == 1.0
     assert float(metrics["loss/ratio_mean"]) == pytest.approx(math.e)
     assert float(metrics["loss/approx_kl"]) == pytest.approx(-1.0)
