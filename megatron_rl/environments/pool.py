@@ -181,7 +181,7 @@ class EnvironmentPool:
         self._control: socket.socket | None = None
         self._idle: list[EnvironmentProcess] = []
         self._connections = weakref.WeakSet[asyncio.StreamWriter]()
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the connections
+        self._loop: asyncio.AbstractEventLoop  # of the connections
         self._starting = threading.Lock()
         self.closed = False
 
@@ -257,9 +257,8 @@ class EnvironmentPool:
         self._end_nursery(self._nursery)
         # an open connection that the interpreter finds at its own end can block it for ever
         for connection in list(self._connections):
-            if self._loop is not None:
-                with suppress(RuntimeError):  # the loop has ended
-                    self._loop.call_soon_threadsafe(connection.close)
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(connection.close)
         self._log.close()
 
     def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:

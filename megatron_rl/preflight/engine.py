@@ -3,8 +3,6 @@ vLLM. Torch-free.
 """
 
 import difflib
-import os
-import sys
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
@@ -24,6 +22,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.processes.process import own_cores
 from megatron_rl.quantization.formats import FP8_CAPABILITY, is_ignored, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
@@ -135,10 +134,7 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
 
 def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     count = sampler.engines
-    if sys.platform.startswith("linux"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = 1
+    cores = len(own_cores()) or 1
     if count == 1 or uses_servers(sampler):
         return
     value = f"sampler.engines: {count}"

@@ -3,9 +3,10 @@ variables let torch and vLLM use them, and the settings that suit a small model 
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.processes.process import own_cores
 
 CPU_FLAGS = Path("/proc/cpuinfo")
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first that is set counts
@@ -45,13 +46,11 @@ def fastest() -> dict[str, str]:
     """Settings for a small model where BF16 is multiplied in FP32; docs/benchmarks.md says how far
     each pays.
     """
-    if sys.platform.startswith("linux"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = 1
     if "bf16" not in lacking():
         return {}
-    return {"learner.precision": "fp32"} | ({"sampler.engines": "2"} if cores > 1 else {})
+    return {"learner.precision": "fp32"} | (
+        {"sampler.engines": "2"} if len(own_cores()) > 1 else {}
+    )
 
 
 def about() -> dict[str, Any]:

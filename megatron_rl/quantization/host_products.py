@@ -177,10 +177,11 @@ class Int8Weight:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Outputs, scaled in the order of oneDNN's kernel, to equal it to the last bit."""
-        out_MN = sums_MN.mul_(self._scale_N).mul_(scale_M1)
+        out_MN = sums_MN.mul_(self._scale_N)
         if bias_N is not None:
-            out_MN += bias_N
-        return out_MN.to(dtype)
+            # rounded once, as a fused multiply-add does
+            return out_MN.double().mul_(scale_M1).add_(bias_N).float().to(dtype)
+        return out_MN.mul_(scale_M1).to(dtype)
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Sums that are exact, then rounded to FP32."""

@@ -64,12 +64,14 @@ class Layer(torch.nn.Module):
 def exactly(
     int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """W8A8 in sums that cannot overflow, with the scales in oneDNN's order."""
+    """W8A8 in sums that cannot overflow, with the scales in oneDNN's order: the token's and the
+    bias in one fused multiply-add.
+    """
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     codes = (x.float() * (1 / scale)).round()
     sums = codes.double() @ int8["weight"].t().double()
-    out = sums.float() * int8["weight_scale"].reshape(-1) * scale
-    return (out if bias is None else out + bias).to(x.dtype)
+    out = (sums.float() * int8["weight_scale"].reshape(-1)).double() * scale
+    return (out if bias is None else out + bias).float().to(x.dtype)
 
 
 ODD = {
@@ -166,7 +168,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def main() -> None:
-    torch.manual_seed(1)  # others: an output with a bias, by torch's products, may be rounded apart
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     weight_OI = torch.randn(320, 192) * torch.logspace(-3, 1, 320).unsqueeze(1)
     inputs = [torch.randn(m, 192) * torch.logspace(-2, 2, m).unsqueeze(1) for m in (1, 3, 40)]
