@@ -117,7 +117,11 @@ class Process:
         self._line = socket.socket(*FAMILY)
         self._line.connect(str(Path(os.environ[VARIABLE]) / kind))
         content = json.dumps(request).encode()
-        socket.send_fds(self._line, [content], [_descriptor(stdin, 0, null), out, err, *pass_fds])
+        socket.send_fds(
+            self._line,
+            [content],
+            [_descriptor(stdin, 0, null), out, err, *pass_fds],
+        )
         os.close(null)
         self.pid = int(self._line.recv(LONGEST) or _refuse(kind))
 
@@ -182,7 +186,14 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """subprocess.run, of a fork: until its end, or its time is over; what it has said is text."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = Process(kind, args, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
+        process = Process(
+            kind,
+            args,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            **options,
+        )
         try:
             late = None
             code = process.wait(timeout)

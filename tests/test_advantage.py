@@ -102,7 +102,12 @@ def test_refusals() -> None:
             torch.tensor([math.nan, 1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig()
         )
     with pytest.raises(ValueError, match=r"advantage\.estimator is 'gae'"):
-        group_advantages(torch.ones(2), torch.zeros(2), torch.ones(2), AdvantageConfig("gae"))  # type: ignore[arg-type]
+        group_advantages(
+            torch.ones(2),
+            torch.zeros(2),
+            torch.ones(2),
+            AdvantageConfig("gae"),
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))
@@ -121,9 +126,17 @@ def test_has_spread() -> None:
 
 
 def test_overlong_penalty() -> None:
-    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20)
+    found = overlong_penalty(
+        [10, 80, 85, 90, 100, 120],
+        max_tokens=100,
+        buffer=20,
+    )
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
-    assert overlong_penalty([100, 90], max_tokens=100, buffer=20).tolist() == [-1.0, -0.5]
+    assert overlong_penalty(
+        [100, 90],
+        max_tokens=100,
+        buffer=20,
+    ).tolist() == [-1.0, -0.5]
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
 
 
@@ -176,7 +189,11 @@ def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
 @pytest.mark.parametrize("estimator", list(Estimator))
 @given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6))
 def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
-    batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
+    batch = session_batch(
+        rewards,
+        [2] * len(rewards),
+        [[0.0] * 3] * len(rewards),
+    )
     expected = advantages(batch, estimator)[:, None].expand(-1, 3)
     assert torch.equal(by_turn(batch, estimator), expected)
     assert by_turn(batch, estimator, Credit.outcome) is None
@@ -185,7 +202,12 @@ def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimat
 @pytest.mark.parametrize("estimator", GROUPED)
 def test_a_turns_return_takes_the_place_of_its_sessions_reward(estimator):
     """The advantage of a turn's return of 3 is that of a reward of 3 in the same group."""
-    credit = [[0.0, 1.0, 0.0], [0.0] * 3, [-1.0, 0.0, 0.0], [0.0] * 3]
+    credit = [
+        [0.0, 1.0, 0.0],
+        [0.0] * 3,
+        [-1.0, 0.0, 0.0],
+        [0.0] * 3,
+    ]
     batch = session_batch([1.0, 2.0, 4.0, 3.0], [1] * 4, credit)
     of_rows = advantages(batch, estimator)
     found = by_turn(batch, estimator)
@@ -200,7 +222,11 @@ def test_turns_of_equal_rewards_have_nothing_to_be_scaled_by():
 
 @pytest.mark.parametrize("rebaseline", [True, False])
 def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
-    batch = session_batch([0.0, 1.0, 1.0, 20.0], [1] * 4, [[0.5, 0.5, 0.5]] * 4)
+    batch = session_batch(
+        [0.0, 1.0, 1.0, 20.0],
+        [1] * 4,
+        [[0.5, 0.5, 0.5]] * 4,
+    )
     d_BT = torch.zeros_like(batch.sampler_logprobs_BT)
     d_BT[3] = 3.0
     rule = RejectRule(level="sequence", stat="ratio", reduce="mean", high=1.5)

@@ -72,14 +72,22 @@ def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, command: Comman
 def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None:
     grids = [path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()]
     for path in grids:
-        for words in (["train", path], ["train", path, "--dry-run"], ["plan", path]):
+        for words in (
+            ["train", path],
+            ["train", path, "--dry-run"],
+            ["plan", path],
+        ):
             (line,) = command(*words, status=2).splitlines()
             assert line.endswith(f"python tools/compare_corrections.py {path}")
 
 
 @pytest.mark.parametrize(
     ("machine", "planner", "level"),
-    [("1x8xH100-80", True, "none"), ("1x8xH100-80", False, "full"), (None, True, "none")],
+    [
+        ("1x8xH100-80", True, "none"),
+        ("1x8xH100-80", False, "full"),
+        (None, True, "none"),
+    ],
 )
 @pytest.mark.usefixtures("place")
 def test_what_is_recomputed_is_decided_before_the_ranks_start(
@@ -97,7 +105,16 @@ def test_what_is_recomputed_is_decided_before_the_ranks_start(
         monkeypatch.setattr("megatron_rl.preflight.checks.detect", lambda wanted: named(machine))
     if not planner:
         monkeypatch.setattr(train, "workshop", lambda module: None)
-    assert cli.main(["train", "mine.yaml", *(["sampler.devices='7'"] if machine else [])]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                "mine.yaml",
+                *(["sampler.devices='7'"] if machine else []),
+            ]
+        )
+        == 0
+    )
     assert [config.learner.recompute for config in started] == [level]
     assert (f"note: learner.recompute=auto: {level}, " in capsys.readouterr().err) == bool(machine)
 
@@ -118,7 +135,12 @@ def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "x" * 300], ["toy", f"{__file__}/x"], ["status", "x" * 300]]
+    "words",
+    [
+        ["train", "x" * 300],
+        ["toy", f"{__file__}/x"],
+        ["status", "x" * 300],
+    ],
 )
 def test_a_path_that_cannot_be_is_named(words: list[str], command: Command) -> None:
     assert words[1] in command(*words, status=2)

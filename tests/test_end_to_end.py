@@ -196,7 +196,12 @@ def endless(warm_start: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         "eval.max_prompts=16",
     ]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen([*COMMAND, recipe, *settings], cwd=warm_start, text=True, **streams)
+    process = subprocess.Popen(
+        [*COMMAND, recipe, *settings],
+        cwd=warm_start,
+        text=True,
+        **streams,
+    )
     yield process, warm_start / "runs" / "endless"
     if process.poll() is None:
         process.kill()

@@ -54,7 +54,14 @@ def place(tmp_path: Path) -> Path:
     downloads = tmp_path / "downloads"
     model = tmp_path / "models" / "Qwen3-8B"
     downloads.mkdir()
-    rows = [dapo_row(f"{ASKED}What is {n} + {n}?", str(2 * n), n) for n in range(1, 40)]
+    rows = [
+        dapo_row(
+            f"{ASKED}What is {n} + {n}?",
+            str(2 * n),
+            n,
+        )
+        for n in range(1, 40)
+    ]
     pq.write_table(pa.Table.from_pylist(rows * 3), downloads / "dapo-math-17k.parquet")
     pq.write_table(
         pa.Table.from_pylist([dapo_row(f"{ASKED}1 + 2?", "003")]), downloads / "aime-2024.parquet"

@@ -86,7 +86,15 @@ class Forks(Box):
         logs = sorted(
             self.run.glob("logs/attempt_*/driver.log"), key=lambda path: int(path.parent.name[8:])
         )
-        found = re.findall(r"^step\s+(\d+)/", logs[-1].read_text(), re.M) if logs else []
+        found = (
+            re.findall(
+                r"^step\s+(\d+)/",
+                logs[-1].read_text(),
+                re.M,
+            )
+            if logs
+            else []
+        )
         return int(found[-1]) if found else 0
 
     def kept(self) -> int:

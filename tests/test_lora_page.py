@@ -38,7 +38,11 @@ def test_the_commands(empty: Path) -> None:
         recipe.write(f"reward: {{name: '{empty}/uneven.py:by_answer'}}\n")
     large = "dapo-qwen3_32b-1n8g-int8-lora.yaml"
     (empty / "recipes" / large).write_text(f"base: {ROOT}/recipes/{large}\n")
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().replace("@120", "@2"), re.DOTALL)
+    blocks = re.findall(
+        r"```bash\n(.*?)```",
+        PAGE.read_text().replace("@120", "@2"),
+        re.DOTALL,
+    )
     said = [typed(empty, f"set -e\n{block}") for block in blocks]
     assert "Qwen3-32B" in said[0]
     assert (

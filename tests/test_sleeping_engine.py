@@ -44,7 +44,12 @@ def told(owner: Any, name: str) -> None:
     def telling(*args: Any, **named: Any) -> Any:
         answer = true(*args, **named)
         what = [str(one) for one in args if isinstance(one, int | list)]
-        print("DID", f"{time.monotonic():.6f}", " ".join([name.strip("_"), *what]), flush=True)
+        print(
+            "DID",
+            f"{time.monotonic():.6f}",
+            " ".join([name.strip("_"), *what]),
+            flush=True,
+        )
         return answer
 
     setattr(owner, name, telling)
@@ -70,7 +75,13 @@ def ranks(
     """vLLM's level of sleep, and what each rank did."""
     folder = tmp_path_factory.mktemp(request.param)
     write_toy(folder / "toy")
-    (folder / "sleeps.yaml").write_text(RECIPE.format(root=ROOT, folder=folder, mode=request.param))
+    (folder / "sleeps.yaml").write_text(
+        RECIPE.format(
+            root=ROOT,
+            folder=folder,
+            mode=request.param,
+        )
+    )
 
     def rank(number: int) -> CompletedProcess[str]:
         place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}

@@ -94,8 +94,16 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(
     def fails(*_: Any) -> None:
         raise ArithmeticError
 
-    for name, part in (("Driver", "driver"), ("Learner", "learner"), ("WeightSync", "sync")):
-        monkeypatch.setattr(train, name, lambda *_, part=part, **__: Part(part, log))
+    for name, part in (
+        ("Driver", "driver"),
+        ("Learner", "learner"),
+        ("WeightSync", "sync"),
+    ):
+        monkeypatch.setattr(
+            train,
+            name,
+            lambda *_, part=part, **__: Part(part, log),
+        )
     for name in ("Model", "LearnerState", "Saver"):
         monkeypatch.setattr(train, name, mock.MagicMock())
     monkeypatch.setattr(train, "load_or_resume", lambda *_: (0, None))
@@ -192,7 +200,16 @@ def test_when_to_evaluate_and_to_publish() -> None:
     assert evaluated(0) == []
     section = SyncSection(every=3, verify_every=0)
     assert [
-        step for step in range(1, 8) if train.sync_weights(step, 7, section, driver, rank, sync)
+        step
+        for step in range(1, 8)
+        if train.sync_weights(
+            step,
+            7,
+            section,
+            driver,
+            rank,
+            sync,
+        )
     ] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]

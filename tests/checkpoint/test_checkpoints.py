@@ -41,7 +41,12 @@ def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
         if each.is_file() and each.name != "checkpoint.json"
     )
     found = checkpoints.verify(path)
-    assert (found.step, found.updates, found.driver.position, found.nbytes) == (4, 8, 40, size)
+    assert (
+        found.step,
+        found.updates,
+        found.driver.position,
+        found.nbytes,
+    ) == (4, 8, 40, size)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -84,7 +89,12 @@ ODD = st.recursive(
     | st.text(max_size=9)
     | st.just("../../secret"),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=9),
+            inner,
+            max_size=3,
+        )
     ),
 )
 PLACES: list[tuple[str, ...]] = [
@@ -123,7 +133,11 @@ def test_a_manifest_of_any_types(
         found = checkpoints.verify(path)
     except TornCheckpoint:
         return
-    assert (found.step, type(found.updates), type(found.driver.position)) == (4, int, int)
+    assert (
+        found.step,
+        type(found.updates),
+        type(found.driver.position),
+    ) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
     assert checkpoints.prune(path.parent, keep_last=1, metric="eval/accuracy") == []
 
@@ -182,7 +196,15 @@ def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
 
 
 def test_what_stays_is_the_last_ones_and_the_best(tmp_path: Path) -> None:
-    for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
+    for step, score in (
+        (1, 0.2),
+        (2, 0.9),
+        (3, 0.9),
+        (4, None),
+        (5, 0.1),
+        (6, None),
+        (7, 0.3),
+    ):
         save(tmp_path, step, score=score)
     removed = checkpoints.prune(tmp_path, keep_last=2, metric="eval/accuracy")
     assert checkpoints.steps(tmp_path) == [7, 6, 2]  # 2: of the two best the first
@@ -261,7 +283,13 @@ def test_a_changed_recipe_is_told_key_by_key(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("rank", 4), ("rank", 0), ("alpha", 8), ("targets", ["q_proj"])]
+    ("key", "value"),
+    [
+        ("rank", 4),
+        ("rank", 0),
+        ("alpha", 8),
+        ("targets", ["q_proj"]),
+    ],
 )
 def test_adapters_stay_as_they_are_whatever_is_allowed(
     tmp_path: Path, key: str, value: object

@@ -185,7 +185,14 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     transposed = tmp_path / "transposed"
     torch.save(WEIGHT.t(), transposed)
     assert torch.equal(
-        read_saved(transposed, 0, transposed.stat().st_size, "float32", (8, 8)), WEIGHT.t()
+        read_saved(
+            transposed,
+            0,
+            transposed.stat().st_size,
+            "float32",
+            (8, 8),
+        ),
+        WEIGHT.t(),
     )
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -207,7 +214,13 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             content[: choice.randrange(len(content))] if choice.random() < 0.3 else content
         )
         try:
-            assert read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8)).shape == (8, 8)
+            assert read_saved(
+                bad,
+                0,
+                bad.stat().st_size,
+                "float32",
+                (8, 8),
+            ).shape == (8, 8)
         except ValueError:
             pass
 
@@ -253,7 +266,15 @@ def test_parts_that_do_not_cover(tmp_path: Path) -> None:
 def test_no_block_is_cut_out_of_a_tensor_of_another_size(tmp_path: Path, rank: int) -> None:
     name = "decoder.layers.0.mlp.linear_fc2.lora.A"
     kinds = ("", "optimizer.state.exp_avg.")
-    blocks = [Block(f"{kind}{name}", (8, 96), (0, 0), torch.ones(8, 96)) for kind in kinds]
+    blocks = [
+        Block(
+            f"{kind}{name}",
+            (8, 96),
+            (0, 0),
+            torch.ones(8, 96),
+        )
+        for kind in kinds
+    ]
     write_index(tmp_path, write_blocks(tmp_path / "rank_0.distcp", blocks))
     lora = Lora(rank, 1.0, ("down_proj",))
     shape = replace(ModelShape.from_hf(hf_config("qwen3")), lora=lora)

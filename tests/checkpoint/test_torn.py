@@ -117,7 +117,11 @@ def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
 def test_prompt_and_truth_are_recorded(tmp_path: Path) -> None:
     recorder = start(tmp_path / "run", steps=1)
     scored, _ = make_scored(4)
-    recorder.rollouts(1, scored, truths=["2", 7, {"a": ["é"]}, None])
+    recorder.rollouts(
+        1,
+        scored,
+        truths=["2", 7, {"a": ["é"]}, None],
+    )
     rows = read_rollouts(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
     assert [row["truth"] for row in rows] == ["2", "7", '{"a": ["é"]}', None]
     assert {row["prompt"] for row in rows} == {"1+1="}

@@ -79,7 +79,12 @@ WEIGHTS = [
     ({"target_ess": 0.9, "low": 1.2, "high": 4.0}, "low is 1.2"),
 ]
 RULES = [
-    *alone(stat=(None, "k4"), level=("none",), reduce=(None, "median"), when=("always",)),
+    *alone(
+        stat=(None, "k4"),
+        level=("none",),
+        reduce=(None, "median"),
+        when=("always",),
+    ),
     *alone(low=(-0.1, 1.2)),
     ({"level": "token"}, "reduce is mean"),
     *(({"level": level, "reduce": None}, "reduce is null") for level in ("turn", "prefix")),
@@ -148,8 +153,17 @@ def test_losses_and_anchors() -> None:
 
 
 LOSSES = [
-    *alone(name=("ppo2",), clip_low=(-0.1, 1.2, None), clip_high=(-0.1, "0.28")),
-    *alone(reduction=("mean",), kl_coef=(-1.0,), kl_estimator=("k4",), entropy_coef=(INF,)),
+    *alone(
+        name=("ppo2",),
+        clip_low=(-0.1, 1.2, None),
+        clip_high=(-0.1, "0.28"),
+    ),
+    *alone(
+        reduction=("mean",),
+        kl_coef=(-1.0,),
+        kl_estimator=("k4",),
+        entropy_coef=(INF,),
+    ),
     ({"name": "cispo", "params": {"absolute": True}, "clip_high": 0.0}, "clip_high is 0.0"),
     *(
         ({"reduction": "token_mean", "name": name}, "reduction is token_mean")
@@ -165,7 +179,12 @@ LOSSES = [
     ),
 ]
 PARAMS = {
-    "ppo": [("dual_clip", 0.9), ("dual_clip", "3"), ("dual_clipp", 3.0), ("absolute", True)],
+    "ppo": [
+        ("dual_clip", 0.9),
+        ("dual_clip", "3"),
+        ("dual_clipp", 3.0),
+        ("absolute", True),
+    ],
     "cispo": [("absolute", 1), ("dual_clip", 3.0)],
     "sapo": [("tau_negative", None), ("tau_positive", 0.0)],
     "dppo": [("trust_region", "ball")],

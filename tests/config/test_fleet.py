@@ -91,13 +91,25 @@ def test_several_engines_share_the_gpus_out():
 @pytest.mark.parametrize(
     ("sampler", "kind", "words"),
     [
-        ({"engines": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.formats", "1 formats"]),
+        (
+            {"engines": 2, "formats": [Format.int8]},
+            Device.cpu,
+            ["sampler.formats", "1 formats"],
+        ),
         ({"addresses": [HERE], "engines": 2}, Device.cpu, ["sampler.engines", "engines=1"]),
         ({"addresses": [HERE], "devices": "0"}, Device.cuda, ["sampler.devices", "remove it"]),
         ({"engines": 2}, Device.cuda, ["sampler.devices", "null", "2 GPUs"]),
         ({"devices": "0", "engines": 2}, Device.cuda, ["sampler.devices", "name 2"]),
-        ({"devices": ["0", "0"], "engines": 2}, Device.cuda, ["sampler.devices", "each once"]),
-        ({"devices": ["0", "one"], "engines": 2}, Device.cuda, ["sampler.devices", "one"]),
+        (
+            {"devices": ["0", "0"], "engines": 2},
+            Device.cuda,
+            ["sampler.devices", "each once"],
+        ),
+        (
+            {"devices": ["0", "one"], "engines": 2},
+            Device.cuda,
+            ["sampler.devices", "one"],
+        ),
         ({"devices": {"0": 1}}, Device.cuda, ["sampler.devices", "each once"]),
         (
             {"vllm": {"kv_cache_memory_bytes": 1 << 50}, "engines": 2},

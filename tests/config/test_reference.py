@@ -116,7 +116,16 @@ def test_an_explanation_says_where_from(
 def test_an_explanation_lists_values_and_keys(recipe: Path) -> None:
     assert "constant, linear, cosine" in explain(recipe, [], "optim.decay")
     assert "finish: " in explain(recipe, [], "rollout.in_flight")
-    assert len(re.findall(r"^optim\.\w+: ", explain(recipe, [], "optim"), re.M)) == 5
+    assert (
+        len(
+            re.findall(
+                r"^optim\.\w+: ",
+                explain(recipe, [], "optim"),
+                re.M,
+            )
+        )
+        == 5
+    )
     assert explain(recipe, ["learner.megatron.fp8=e4m3"], "learner.megatron.fp8").count("e4m3") == 1
     assert "eval.samples" in explain(recipe, [], "eval.sets.aime.samples")
 

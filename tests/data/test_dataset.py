@@ -108,7 +108,16 @@ def test_a_system_prompt_and_options_of_the_template(
 @pytest.mark.fault("a prompt has two answers in a data set", "it is left out, and counted")
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer, suffix: str) -> None:
-    answers = ("1+1=", "2"), ("2+2=", "4"), ("1+1=", " 2 "), ("2+2=", "5"), ("3+3=", "6")
+    answers = (
+        ("1+1=", "2"),
+        ("2+2=", "4"),
+        ("1+1=", " 2 "),
+        ("2+2=", "5"),
+        (
+            "3+3=",
+            "6",
+        ),
+    )
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers]
     path = written(tmp_path / f"rows{suffix}", rows)
     found = loaded(tokenizer, path)

@@ -67,10 +67,20 @@ def test_broken_files(tmp_path: Path) -> None:
 )
 def test_what_only_looks_broken(tmp_path: Path) -> None:
     rows = [
-        {"prompt": "\U0001f600 [[{{" * 40, "answer": None, "big": 2**70, "x": [1.5, -3, True]},
+        {
+            "prompt": "\U0001f600 [[{{" * 40,
+            "answer": None,
+            "big": 2**70,
+            "x": [1.5, -3, True],
+        },
         {"prompt": "2"},
     ]
-    lines = [json.dumps(rows[0]), "", "  ", json.dumps(rows[1], ensure_ascii=False)]
+    lines = [
+        json.dumps(rows[0]),
+        "",
+        "  ",
+        json.dumps(rows[1], ensure_ascii=False),
+    ]
     (tmp_path / "rows.jsonl").write_text("\r\n".join(lines), encoding="utf-8-sig")
     assert list(read_rows("data.train", tmp_path / "rows.jsonl")) == rows
 
@@ -83,7 +93,12 @@ def test_broken_parquet(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["1+1="] * 3000}), path)
     whole = path.read_bytes()
-    for broken in (b"", whole[:-1], whole[: len(whole) // 2], b"\0" * len(whole)):
+    for broken in (
+        b"",
+        whole[:-1],
+        whole[: len(whole) // 2],
+        b"\0" * len(whole),
+    ):
         path.write_bytes(broken)
         refused(path)
     data = pa.array([b"1+1="] * 2050 + [b"\xff\xfe"], pa.binary())
@@ -136,7 +151,16 @@ def test_answers_that_are_no_text(
 
 
 @pytest.mark.fault("prompts are empty lists, or messages without a role", "the row is named")
-@pytest.mark.parametrize("prompt", [["1+1="], [], [{"content": "x"}], [{"role": 1}], 7])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ["1+1="],
+        [],
+        [{"content": "x"}],
+        [{"role": 1}],
+        7,
+    ],
+)
 def test_prompts_that_are_no_messages(
     tmp_path: Path, tokenizer: FolderTokenizer, prompt: object
 ) -> None:

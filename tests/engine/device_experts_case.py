@@ -69,7 +69,13 @@ class Device:
         chosen = []
         read = cached
         for part in [*parts, *[1] * (tokens - 1)]:
-            chosen.append(torch.randint(4, (part, LAYERS, CHOSEN), generator=self._random))
+            chosen.append(
+                torch.randint(
+                    4,
+                    (part, LAYERS, CHOSEN),
+                    generator=self._random,
+                )
+            )
             drawn = read + part == request.num_tokens
             out = self._step(request, read, chosen[-1], drawn)
             read += part
@@ -118,7 +124,11 @@ def main() -> None:
     first, in_parts = device.answer("first", [10, 23, 7], 20)
     again, behind = device.answer("again", [8], 12, cached=32)
     whole, at_once = device.answer("whole", [40], 1)
-    chosen = [first.tolist(), [*first[:32].tolist(), *again.tolist()], whole.tolist()]
+    chosen = [
+        first.tolist(),
+        [*first[:32].tolist(), *again.tolist()],
+        whole.tolist(),
+    ]
     device.worker.close()
     print(
         json.dumps(

@@ -32,7 +32,14 @@ def main() -> None:
         "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
         "trainer": run_trainer,
         "in_flight": lambda: run_in_flight(Case("qwen3", Format.none, out / "in_flight")),
-        "cache": lambda: run_cache(Case("qwen3", Format.none, out / "cache", kv_cache=KvCache.fp8)),
+        "cache": lambda: run_cache(
+            Case(
+                "qwen3",
+                Format.none,
+                out / "cache",
+                kv_cache=KvCache.fp8,
+            )
+        ),
     }
     if not torch.cpu._is_avx512_supported():
         runs["cache"] = dict  # vLLM has no FP8 cache there

@@ -86,7 +86,12 @@ def exchanged(first: str, second: str):
 def heads_exchanged(tensors):
     """Query heads 1 and 2 of the second layer, of 32 rows each."""
     rows = torch.cat(
-        (torch.arange(32), torch.arange(64, 96), torch.arange(32, 64), torch.arange(96, 128))
+        (
+            torch.arange(32),
+            torch.arange(64, 96),
+            torch.arange(32, 64),
+            torch.arange(96, 128),
+        )
     )
     q_proj = "model.layers.1.self_attn.q_proj"
     return {

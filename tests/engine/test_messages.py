@@ -180,7 +180,14 @@ def test_what_is_no_list_of_requests(content):
 
 
 def test_one_refusal_spoils_no_neighbour():
-    frames = [{"id": i, "method": "generate", "arguments": prompt([100 + i])} for i in range(3)]
+    frames = [
+        {
+            "id": i,
+            "method": "generate",
+            "arguments": prompt([100 + i]),
+        }
+        for i in range(3)
+    ]
     requests, refusals = read(encode(frames))
     assert [one["id"] for one in requests] == [0]
     assert [one["id"] for one in refusals] == [1, 2]

@@ -57,7 +57,13 @@ def port(monkeypatch, service) -> Iterator[int]:
 
     class Server(server.uvicorn.Server):
         def run(self, sockets: Any = None) -> None:
-            opened.append((self, threading.current_thread(), sockets[0].getsockname()[1]))
+            opened.append(
+                (
+                    self,
+                    threading.current_thread(),
+                    sockets[0].getsockname()[1],
+                )
+            )
             super().run(sockets)
 
     monkeypatch.setenv(server_access.VARIABLE, KEY)
@@ -197,7 +203,13 @@ def test_no_conversation_without_the_key(port, service, key):
     "the connection is ended; others stay",
 )
 @pytest.mark.parametrize(
-    ("content", "code"), [(b"\x91" * 100_000, 1008), (b"", 1008), ("text", 1008), (None, 1009)]
+    ("content", "code"),
+    [
+        (b"\x91" * 100_000, 1008),
+        (b"", 1008),
+        ("text", 1008),
+        (None, 1009),
+    ],
 )
 def test_odd_transmissions_end_a_conversation(port, service, content, code):
     async def use(connection: aiohttp.ClientWebSocketResponse) -> int | None:

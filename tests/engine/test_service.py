@@ -109,7 +109,14 @@ def test_whoever_hangs_up_is_worked_for_no_longer(service):
     one = Line()
     other = Line()
     service.ask(one, [sample(7, 1)])
-    service.ask(other, [sample(7, 1), sample(8, 1), asked(9, "cancel", requests=[8])])
+    service.ask(
+        other,
+        [
+            sample(7, 1),
+            sample(8, 1),
+            asked(9, "cancel", requests=[8]),
+        ],
+    )
     service.hung_up(one)
     run(service)
     assert one.sent == []
@@ -121,7 +128,14 @@ def test_whoever_hangs_up_is_worked_for_no_longer(service):
 )
 def test_one_failure_spoils_no_neighbour(service):
     line = Line()
-    service.ask(line, [sample(1, 0), sample(2, 1), asked(3, "status", x=1)])
+    service.ask(
+        line,
+        [
+            sample(1, 0),
+            sample(2, 1),
+            asked(3, "status", x=1),
+        ],
+    )
     run(service)
     assert line.replies[1] == {"type": "ValueError", "message": "no such token"}
     assert line.replies[2] == "sample 2"
@@ -130,6 +144,13 @@ def test_one_failure_spoils_no_neighbour(service):
 
 def test_what_has_to_wait_for_samples_does(service):
     line = Line()
-    service.ask(line, [sample(1, 1), asked(2, "values"), asked(3, "status")])
+    service.ask(
+        line,
+        [
+            sample(1, 1),
+            asked(2, "values"),
+            asked(3, "status"),
+        ],
+    )
     run(service)
     assert line.replies == {3: "open: 1", 1: "sample 1", 2: "open: 0"}

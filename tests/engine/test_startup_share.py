@@ -48,7 +48,11 @@ def test_vllm_starts_with_the_largest_share_of_the_plan_and_not_with_the_next() 
     )
     total = int(memory.limit)
     free = int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
-    cases = [[share, free, total], [round(share + 0.01, 2), free, total], [0.9, free, total]]
+    cases = [
+        [share, free, total],
+        [round(share + 0.01, 2), free, total],
+        [0.9, free, total],
+    ]
     fits, refused, taken = json.loads(
         said("vllm", ["-c", ASKED, json.dumps(cases)]).splitlines()[-1]
     )

@@ -36,7 +36,13 @@ from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
 PROMPTS = [
-    Prompt(i, tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)), "", {}) for i in range(6)
+    Prompt(
+        i,
+        tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)),
+        "",
+        {},
+    )
+    for i in range(6)
 ]
 SAMPLING = SamplingParams(samples=2, max_tokens=6)
 PATIENCE_S = 240.0
@@ -119,7 +125,14 @@ def rest(answering: Answering) -> dict[int, list[Rollout]]:
 def essence(rollouts: Iterable[Rollout]) -> list[tuple]:
     """Fields of rollouts that weights and seeds determine."""
     return [
-        (one.group, one.sample, one.token_ids, one.logprobs, one.finish_reason) for one in rollouts
+        (
+            one.group,
+            one.sample,
+            one.token_ids,
+            one.logprobs,
+            one.finish_reason,
+        )
+        for one in rollouts
     ]
 
 

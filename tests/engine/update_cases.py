@@ -31,7 +31,13 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     first = answers(engine)
     sequences = [list(prompt.token_ids) for prompt in PROMPTS]
     found["routes"] = [
-        torch.frombuffer(bytearray(one), dtype=torch.int32).view(len(tokens), 2, -1).tolist()
+        torch.frombuffer(bytearray(one), dtype=torch.int32)
+        .view(
+            len(tokens),
+            2,
+            -1,
+        )
+        .tolist()
         for tokens, one in zip(
             sequences, engine.values("routed_experts", sequences, 0), strict=True
         )
@@ -79,7 +85,12 @@ def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
     for seed, prompt in enumerate([*PROMPTS, LONG]):
         tokens = list(prompt.token_ids)
         numbers[next(NUMBERS)] = tokens
-        engine.generate(max(numbers), tokens=tokens, seed=seed, max_tokens=4 + seed % 3)
+        engine.generate(
+            max(numbers),
+            tokens=tokens,
+            seed=seed,
+            max_tokens=4 + seed % 3,
+        )
     replies = [reply for _ in range(6) for reply in engine.step()]
     prefilled = engine.samples.prefilled - prefilled
     for number, said in replies:

@@ -121,7 +121,12 @@ def completion(
     ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), finish: str = "stop"
 ) -> Completion:
     told = list(spans) or [(0, len(ids))]
-    return Completion(array("i", ids), array("f", [-1.0] * len(ids)), finish, told)
+    return Completion(
+        array("i", ids),
+        array("f", [-1.0] * len(ids)),
+        finish,
+        told,
+    )
 
 
 @dataclass
@@ -256,7 +261,12 @@ class Talk:
                     "a request does not begin with the exact tokens before it"
                 )
                 grows += 1
-        return Counter(rows=len(rows), forks=len(rows) - 1, turns=len(self.asked), grows=grows)
+        return Counter(
+            rows=len(rows),
+            forks=len(rows) - 1,
+            turns=len(self.asked),
+            grows=grows,
+        )
 
 
 def play(talk: Talk, tools: bool = True) -> Counter[str]:
@@ -350,4 +360,8 @@ def main(folder: Path, count: int, part: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        *sys.argv[3:],
+    )

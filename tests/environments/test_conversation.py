@@ -142,7 +142,15 @@ def test_what_goes_on_with_no_answer_is_appended_to_none(
         [*judge, NO],
     )
     texts = [tokenizer.decode_all(conversation.request(messages).tokens) for messages in asked]
-    assert texts == [tokenizer.render(messages, {}, tools=(), opened=True) for messages in asked]
+    assert texts == [
+        tokenizer.render(
+            messages,
+            {},
+            tools=(),
+            opened=True,
+        )
+        for messages in asked
+    ]
 
 
 def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokenizer]) -> None:
@@ -150,7 +158,11 @@ def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokeniz
     first = conversation.request([HM])
     answer = {"role": "assistant", "content": "the"}
     ids = tokenizers["appends"].encode("the answer")
-    conversation.answered(first, completion(ids, [(3, 1), (4, len(ids) - 1)]), answer)
+    conversation.answered(
+        first,
+        completion(ids, [(3, 1), (4, len(ids) - 1)]),
+        answer,
+    )
     then = conversation.request([HM, answer, NO])
     conversation.answered(then, completion([5], [(5, 1)]), answer)
     (row,) = conversation.rows()
@@ -180,7 +192,15 @@ def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(
 def test_a_conversation_may_have_thousands_of_turns() -> None:
     turn = None
     for number in range(3000):
-        turn = Turn(number, (), (), "", turn, [number], completion([7]))
+        turn = Turn(
+            number,
+            (),
+            (),
+            "",
+            turn,
+            [number],
+            completion([7]),
+        )
     assert turn.tokens[-3:] == [2998, 7, 2999] and len(turn.tokens) == 5999
 
 

@@ -84,7 +84,14 @@ def rendered(theirs: Any, messages: Any, tools: Any = None) -> str:
 def test_control_tokens_are_the_templates(tokenizers: Pairs, case: str) -> None:
     for name, (tokenizer, theirs) in tokenizers.items():
         control = {id for id, one in theirs.added_tokens_decoder.items() if one.content != "word"}
-        ids = tokenizer.encode(tokenizer.render(CASES[case], {}, tools=(), opened=True))
+        ids = tokenizer.encode(
+            tokenizer.render(
+                CASES[case],
+                {},
+                tools=(),
+                opened=True,
+            )
+        )
         assert tokenizer.decode_all(ids) == rendered(theirs, CASES[case]), name
         expected = theirs.encode(rendered(theirs, without(CASES[case])), add_special_tokens=False)
         assert [id for id in ids if id in control] == [id for id in expected if id in control], name
@@ -111,7 +118,11 @@ def test_other_conversations_have_the_tokens_of_their_text(tokenizers: Pairs) ->
     for seed in range(60):
         draw = random.Random(seed)
         texts = ["".join(draw.choices(pieces, k=draw.randrange(6))) for _ in range(4)]
-        asked = [message(texts[0]), call({texts[1]: [texts[2]]}), message(texts[3], "tool", "add")]
+        asked = [
+            message(texts[0]),
+            call({texts[1]: [texts[2]]}),
+            message(texts[3], "tool", "add"),
+        ]
         for name, (tokenizer, theirs) in tokenizers.items():
             if not any(one in text for one in (*SPECIAL, *ROLE_TOKENS, THOUGHT) for text in texts):
                 ids = theirs.encode(rendered(theirs, asked, TOOLS), add_special_tokens=False)

@@ -32,7 +32,12 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     with Played(tmp_path, counting) as played:
         ((rollout,),) = played.play()
     session = rollout.session
-    assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
+    assert (
+        session.reward,
+        session.end,
+        len(session.turns),
+        session.rows,
+    ) == (1.0, "done", 2, 1)
     assert rollout.format == "int8"  # of the engine
     assert session.numbers == {"tries": 2.0}
     assert played.sampled(rollout) == "41<|im_end|>42<|im_end|>"
@@ -59,7 +64,11 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
     counts = rollout.session.counts
-    assert (rollout.session.reward, counts["calls"], counts["calls_failed"]) == (1, 1, 0)
+    assert (
+        rollout.session.reward,
+        counts["calls"],
+        counts["calls_failed"],
+    ) == (1, 1, 0)
     assert "<|im_start|>tool\n42<|im_end|>" in played.text(rollout)
 
 
@@ -118,8 +127,16 @@ def test_what_the_chat_template_does_not_take_ends_that_session_alone(tmp_path: 
     with Played(
         tmp_path, lambda text, seed: twice if "twice" in text else "42", template=template
     ) as played:
-        (two,), (odd,), (well,) = played.play({"prompt": "twice"}, {"prompt": "odd"}, {})
-    assert (two.session.end, two.session.error, len(two.session.turns)) == ("refused", None, 1)
+        (two,), (odd,), (well,) = played.play(
+            {"prompt": "twice"},
+            {"prompt": "odd"},
+            {},
+        )
+    assert (
+        two.session.end,
+        two.session.error,
+        len(two.session.turns),
+    ) == ("refused", None, 1)
     assert sum(two.loss_mask) == len(two.token_ids) > 0
     assert odd.session.error is not None and ": not this" in odd.session.error
     assert (well.session.end, well.session.reward) == ("done", 1.0)
@@ -132,7 +149,11 @@ def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(
     hows = [how for how, said in FAULTS.items() if ("within 3 s" in said) == (limit_s == 3.0)]
     with Played(tmp_path, counting, tool_timeout_s=limit_s) as played:
         rows: list[dict[str, Any]] = [{"how": how} for how in hows]
-        groups = played.play(*rows, {}, {"how": "dies once", "mark": str(tmp_path / "mark")})
+        groups = played.play(
+            *rows,
+            {},
+            {"how": "dies once", "mark": str(tmp_path / "mark")},
+        )
         for how, (rollout,) in zip(hows, groups, strict=False):
             assert FAULTS[how] in (rollout.session.error or ""), how
             assert rollout.session.counts["restarts"] == 1
@@ -262,7 +283,13 @@ def test_long_roles_and_first_messages_are_not_rendered(tmp_path: Path) -> None:
 
 
 def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
-    with Played(tmp_path, lambda *_: "41", context=90, settings={"tries": 50}, turns=50) as played:
+    with Played(
+        tmp_path,
+        lambda *_: "41",
+        context=90,
+        settings={"tries": 50},
+        turns=50,
+    ) as played:
         ((rollout,),) = played.play()
     assert (rollout.session.end, rollout.finish_reason) == ("length", "length")
     assert len(rollout.prompt.token_ids) + len(rollout.token_ids) <= 90

@@ -70,7 +70,13 @@ def test_several_samples_of_a_named_set() -> None:
 def test_without_answers_to_compare_there_is_no_vote() -> None:
     own = RewardSection(name="mine.py:score")
     script = Script("ynyn", "nnnn")  # its scores hold no answers
-    (about,) = held_out(Config(reward=own, data=config().data, eval=config(samples=4).eval))
+    (about,) = held_out(
+        Config(
+            reward=own,
+            data=config().data,
+            eval=config(samples=4).eval,
+        )
+    )
     scorer = Scorer(own, script, Words())  # type: ignore[arg-type]
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(2))
     found = Evaluator(about, prompts, script, scorer).evaluate(0)
@@ -97,7 +103,12 @@ def test_what_a_set_does_not_say_is_the_section_s_or_the_run_s() -> None:
         },
     }
     plain, again, math = held_out(from_mapping(given))
-    assert (plain.name, plain.samples, plain.temperature, plain.max_tokens) == ("", 1, 0.0, 70)
+    assert (
+        plain.name,
+        plain.samples,
+        plain.temperature,
+        plain.max_tokens,
+    ) == ("", 1, 0.0, 70)
     assert (again.path, again.temperature, again.top_p, again.max_tokens) == (
         "e.jsonl",
         0.5,

@@ -49,7 +49,12 @@ def by_first(row, answer_key, response):
 
 
 def asked(place: Path, *words: str, kind: str = "torch") -> subprocess.CompletedProcess[str]:
-    done = run(kind, [sys.executable, "-m", "megatron_rl.cli", *words], cwd=place, timeout=400)
+    done = run(
+        kind,
+        [sys.executable, "-m", "megatron_rl.cli", *words],
+        cwd=place,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 

@@ -43,7 +43,11 @@ def test_an_interrupted_import(tmp_path: Path) -> None:
     number = signal.SIGTERM
     source = model(tmp_path / "toy")
     target = tmp_path / "out"
-    running = subprocess.Popen(convert("import", source, target), stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        convert("import", source, target),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_for(lambda: partial_of(target).exists() or running.poll() is not None, "the beginning")
         running.send_signal(number)

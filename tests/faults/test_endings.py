@@ -34,7 +34,11 @@ def cause(box: Box) -> tuple[str, str, str]:
 
 @pytest.mark.fault("a whole run's output goes to `head`", "it goes on to its end")
 def test_a_pipe_that_is_closed(box: Box) -> None:
-    head = subprocess.Popen(["head", "-n", "2"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    head = subprocess.Popen(
+        ["head", "-n", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
     process = box.train("run.steps=2", ALONE, stdout=head.stdin)
     assert head.stdin is not None
     head.stdin.close()

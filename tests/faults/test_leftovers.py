@@ -25,9 +25,16 @@ def own_shared_memory() -> None:
     private = 0x40000 | 0x4000
     if os.geteuid() != 0 or libc.unshare(new_mounts) or libc.mount(None, b"/", None, private, None):
         pytest.skip("needs root")
-    assert libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, None) == 0, os.strerror(
-        ctypes.get_errno()
-    )
+    assert (
+        libc.mount(
+            b"tmpfs",
+            bytes(SHARED),
+            b"tmpfs",
+            0,
+            None,
+        )
+        == 0
+    ), os.strerror(ctypes.get_errno())
 
 
 def shared() -> list[str]:

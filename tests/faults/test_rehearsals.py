@@ -196,7 +196,11 @@ def test_a_comparison(place: Box) -> None:
         "sampler.vllm.gpu_memory_utilization=0.3",
     ]
     own = {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
-    done = place.launch(["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=own).wait(END_S)
+    done = place.launch(
+        ["bash", "-c", COMPARE, "compare", *words],
+        cwd=ROOT,
+        env=own,
+    ).wait(END_S)
     assert done == 0, place.screen
     assert place.screen.count("job ") == 3
     page = (runs / "quickstart_corrections.html").read_text()

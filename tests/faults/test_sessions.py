@@ -97,19 +97,42 @@ def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory
     with Box(tmp_path_factory.mktemp("undisturbed")) as other:
         for name in ("data", "talk.py", "chance.py"):
             (other.folder / name).symlink_to(box.folder / name)
-        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, (
-            other.screen
-        )
+        assert (
+            other.train(
+                *RECIPE,
+                *kills.RECIPE,
+                recipe="tools.yaml",
+            ).wait(PATIENCE_S)
+            == 0
+        ), other.screen
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
         assert (
-            kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml")
+            kills.strike(
+                box,
+                kills.Moment(victim, line, 0.3),
+                None,
+                RECIPE,
+                recipe="tools.yaml",
+            )
             is None
         )
-    assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, box.screen
+    assert (
+        box.train(
+            *kills.RECIPE,
+            *RECIPE,
+            recipe="tools.yaml",
+        ).wait(PATIENCE_S)
+        == 0
+    ), box.screen
     assert not kills.miscounted(box.run)
     assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
     for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):
         # turns meet in other batches, which round otherwise
         for key in kills.repeated(mine, theirs):
             if not key.endswith("tool_seconds_mean"):
-                assert mine[key] == pytest.approx(theirs[key], rel=0.01, abs=1e-4, nan_ok=True), key
+                assert mine[key] == pytest.approx(
+                    theirs[key],
+                    rel=0.01,
+                    abs=1e-4,
+                    nan_ok=True,
+                ), key

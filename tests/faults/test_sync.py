@@ -12,7 +12,11 @@ from box import PATIENCE_S, Box
 def test_empty_packs_and_odd_files(box: Box) -> None:
     folder = box.folder / "sync"
     folder.mkdir()
-    for name, target in (("self", "megatron-rl-sync-self"), ("none", "nowhere"), ("root", "/")):
+    for name, target in (
+        ("self", "megatron-rl-sync-self"),
+        ("none", "nowhere"),
+        ("root", "/"),
+    ):
         (folder / f"megatron-rl-sync-{name}").symlink_to(target)
     settings = (
         "run.steps=2",

@@ -153,7 +153,17 @@ def _same(found: Fields, wanted: Fields, in_bf16: float) -> None:
 
 def test_triton_s_kernels_compute_what_torch_computes() -> None:
     file = Path(cases.__file__).with_name("interpreted_kernels.py")
-    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", str(file)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:xdist",
+            str(file),
+        ],
+        check=True,
+    )
 
 
 def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: Fields) -> None:
@@ -239,7 +249,11 @@ def test_logits_in_fp32_are_the_products_of_what_goes_in(
     _close(cases.matrix(one["wide"]), cases.matrix(one["dense"]), 0.02)
     two = request.getfixturevalue("two")  # as far as the GPUs go
     assert two["wide"]["exact"] == [True, True]
-    _close(cases.matrix(two["wide"]), cases.matrix(one["wide"]), 2 * in_bf16["qwen3"])
+    _close(
+        cases.matrix(two["wide"]),
+        cases.matrix(one["wide"]),
+        2 * in_bf16["qwen3"],
+    )
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -249,7 +263,11 @@ def test_a_step_in_fp8(scales: str, one: Fields) -> None:
     """
     found = one[f"fp8_{scales}"]
     wanted = one["dense"]
-    _close(cases.matrix(found), cases.matrix(wanted), 2 * one["expected_qwen3_fp8"]["expected"])
+    _close(
+        cases.matrix(found),
+        cases.matrix(wanted),
+        2 * one["expected_qwen3_fp8"]["expected"],
+    )
     assert found["steps"][0]["optim/grad_norm"] == pytest.approx(
         wanted["steps"][0]["optim/grad_norm"], rel=0.5
     )

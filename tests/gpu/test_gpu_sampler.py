@@ -196,13 +196,21 @@ def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
     schedule = SleepSchedule(run.sampler, Sleep.discard)
     schedule.sleep()
     assert free - torch.cuda.mem_get_info()[0] <= ASLEEP
-    update = torch.empty(int(free - ASLEEP - share * total / 2), dtype=torch.uint8, device="cuda")
+    update = torch.empty(
+        int(free - ASLEEP - share * total / 2),
+        dtype=torch.uint8,
+        device="cuda",
+    )
     with pytest.raises(SamplerError, match="memory utilization"):
         # started now it would have no place
         runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))
     del update
     torch.cuda.empty_cache()
-    kept = torch.empty(int(free - share * total - ASLEEP), dtype=torch.uint8, device="cuda")
+    kept = torch.empty(
+        int(free - share * total - ASLEEP),
+        dtype=torch.uint8,
+        device="cuda",
+    )
     with schedule.syncing():
         run.sync.push(run.version)
     assert run.answers() == first

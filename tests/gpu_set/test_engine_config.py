@@ -46,7 +46,11 @@ def engine_config(config: Config, folder: Path, device: Device, patch: pytest.Mo
     return EngineArgs(**engine_arguments(settings, engine)).create_engine_config()
 
 
-@pytest.mark.parametrize("device", [H100, B200], ids=lambda device: device.name.split()[1])
+@pytest.mark.parametrize(
+    "device",
+    [H100, B200],
+    ids=lambda device: device.name.split()[1],
+)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_s_engine(
     recipe: Path, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,11 @@ HERE = Path(__file__).parent
 FAMILIES = ("qwen3", "qwen2", "qwen3_moe")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2_sp"])
+@pytest.fixture(
+    scope="module",
+    params=[1, 2],
+    ids=["tp1", "tp2_sp"],
+)
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -82,7 +82,16 @@ class Engine:
             for name, tensor in random_hf(self.policy.shape, torch.float32, seed).items()
         }
         source = ShardSource(self.policy, ShardGroups(), self.format, ["lm_head"])
-        sent = dict(source.tensors(local_parameters(drawn, self.policy.shape, Layout(), Place())))
+        sent = dict(
+            source.tensors(
+                local_parameters(
+                    drawn,
+                    self.policy.shape,
+                    Layout(),
+                    Place(),
+                )
+            )
+        )
         assert source.failure is None, source.failure
         return drawn, sent
 
@@ -137,7 +146,11 @@ def engine(
         yield Engine(model, made.model_config, Model.of(hf, Layout()), format)
 
 
-@pytest.mark.parametrize(("family", "format"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("family", "format"),
+    CASES,
+    ids=lambda value: str(value),
+)
 def test_weights_arrive_where_the_kernels_read_them(
     family: str, format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,12 @@ def test_the_environment_is_the_lock() -> None:
 def test_it_imports_in_a_process_of_its_own(module: str) -> None:
     """torch comes first: Transformer Engine finds NCCL's library where torch has loaded it."""
     command = [sys.executable, "-c", f"import torch, {module}"]
-    done = subprocess.run(command, env=pretended.environment(ROOT), capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=pretended.environment(ROOT),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -53,11 +53,21 @@ class _Holder:
         self._kind = saved.kind(tensor)
         self._storage = tensor.untyped_storage()
         if self._kind:
-            saved.count(self._kind, self._storage.data_ptr(), self._storage.nbytes(), 1)
+            saved.count(
+                self._kind,
+                self._storage.data_ptr(),
+                self._storage.nbytes(),
+                1,
+            )
 
     def __del__(self) -> None:
         if self._kind:
-            self._saved.count(self._kind, self._storage.data_ptr(), self._storage.nbytes(), -1)
+            self._saved.count(
+                self._kind,
+                self._storage.data_ptr(),
+                self._storage.nbytes(),
+                -1,
+            )
 
 
 def buffers(learner: Learner) -> list[Any]:

@@ -65,7 +65,11 @@ def test_they_are_used() -> None:
 def test_statistics_and_gradient(shape: str, dtype: torch.dtype, temperature: float) -> None:
     """The gradient in FP32 and in BF16, in a place of its own and in that of the logits."""
     logits_NV, labels_N, share = example(shape, dtype)
-    for compute, last in ((local_stats, True), (local_stats, False), (highest, 5)):
+    for compute, last in (
+        (local_stats, True),
+        (local_stats, False),
+        (highest, 5),
+    ):
         found_SN = compute(logits_NV, labels_N, share, temperature, last)
         with in_torch():
             wanted_SN = compute(logits_NV, labels_N, share, temperature, last)
@@ -94,7 +98,14 @@ def test_logits_of_ids() -> None:
     """Logits of several ids per token, some of them in other shares or absent (-1)."""
     logits_NV, labels_N, share = example("first share", torch.bfloat16)
     ids_NK = torch.stack(
-        (labels_N, labels_N.flip(0), torch.full_like(labels_N, -1), labels_N, labels_N + 1), 1
+        (
+            labels_N,
+            labels_N.flip(0),
+            torch.full_like(labels_N, -1),
+            labels_N,
+            labels_N + 1,
+        ),
+        1,
     )
     found_SN = triton_kernels.statistics(logits_NV, ids_NK, share, 0.7, True)
     places_NK, held_NK = share.places(ids_NK)
@@ -110,7 +121,12 @@ def test_logits_that_are_no_numbers() -> None:
     logits_NV[0, :1100] = -torch.inf
     logits_NV[1, 1500] = torch.nan
     found_SN = local_stats(logits_NV, labels_N, share, 1.0, entropy=False)
-    torch.testing.assert_close(found_SN[0, 0], logits_NV[0].logsumexp(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found_SN[0, 0],
+        logits_NV[0].logsumexp(0),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     write_gradient(
         logits_NV, logits_NV, labels_N, Gradients.of(None, None, found_SN[0], None), share, 1.0
     )
@@ -126,7 +142,11 @@ def test_rows_of_more_logits_than_32_bits_count() -> None:
     stats = []
     for matrix_NV in (far_NV, near_NV):
         stats.append(local_stats(matrix_NV, labels_N, share, 1.0))
-        grads = Gradients.of(labels_N.float(), None, *stats[0][::2])
+        grads = Gradients.of(
+            labels_N.float(),
+            None,
+            *stats[0][::2],
+        )
         write_gradient(matrix_NV, matrix_NV, labels_N, grads, share, 1.0)
     assert torch.equal(*stats) and torch.equal(far_NV, near_NV)
 

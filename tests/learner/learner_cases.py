@@ -121,10 +121,23 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     responses_B[0] = 30
     responses_B[3] = 0
     lengths_B = prompts_B + responses_B
-    tokens_BS = torch.randint(1, VOCAB, (rows, int(lengths_B.max())), generator=random)
-    tokens_BS = torch.where(torch.arange(tokens_BS.shape[1]) < lengths_B[:, None], tokens_BS, 0)
+    tokens_BS = torch.randint(
+        1,
+        VOCAB,
+        (rows, int(lengths_B.max())),
+        generator=random,
+    )
+    tokens_BS = torch.where(
+        torch.arange(tokens_BS.shape[1]) < lengths_B[:, None],
+        tokens_BS,
+        0,
+    )
     mask_BT = torch.arange(int(responses_B.max())) < responses_B[:, None]
-    sampler_BT = torch.where(mask_BT, -3 * torch.rand(mask_BT.shape, generator=random), 0.0)
+    sampler_BT = torch.where(
+        mask_BT,
+        -3 * torch.rand(mask_BT.shape, generator=random),
+        0.0,
+    )
     mask_BT[5] = False
     return _batch(random, tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT)
 
@@ -162,7 +175,13 @@ def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     tokens_BS = torch.randint(1, vocab, (rows, prompt + response), generator=random)
     lengths = (torch.full((rows,), length) for length in (prompt, response))
     mask_BT = torch.ones(rows, response, dtype=torch.bool)
-    return _batch(random, tokens_BS, *lengths, mask_BT, torch.full((rows, response), -1.0))
+    return _batch(
+        random,
+        tokens_BS,
+        *lengths,
+        mask_BT,
+        torch.full((rows, response), -1.0),
+    )
 
 
 def experts_of(batch: Batch) -> torch.Tensor:
@@ -341,7 +360,12 @@ def close(
     rtol: float = 0.0,
 ) -> None:
     """Compare a matrix of two results."""
-    torch.testing.assert_close(matrix(found, key), matrix(wanted, key), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        matrix(found, key),
+        matrix(wanted, key),
+        rtol=rtol,
+        atol=atol,
+    )
 
 
 def same_steps(found: Fields, wanted: Fields, rtol: float, atol: float) -> None:

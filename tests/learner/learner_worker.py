@@ -94,7 +94,12 @@ def build(job: Fields) -> Learner:
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
     learner = config.learner
     head = Precision(job.get("head", "bf16"))
-    model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
+    model = Model.of(
+        job["hf"],
+        Layout.from_config(learner),
+        head,
+        Lora.of(learner.lora),
+    )
     made = Learner(model, Sections.of(config), dumps)
     if not job.get("reads"):  # a run that goes on loads nothing else
         begin(made, job)
@@ -285,7 +290,12 @@ def _huge_weights(learner: Learner, good: Targets) -> Targets:
 
 SPOILT = {
     "an advantage": lambda learner, good: replace(
-        good, advantages_B=good.advantages_B.index_fill(0, torch.tensor([1]), math.inf)
+        good,
+        advantages_B=good.advantages_B.index_fill(
+            0,
+            torch.tensor([1]),
+            math.inf,
+        ),
     ),
     "all advantages": lambda learner, good: replace(good, advantages_B=good.advantages_B * 1e30),
     "a layer": _huge_weights,
@@ -406,14 +416,28 @@ def straight_through(learner: Learner, job: Fields) -> dict[str, bool]:
         for name, layer in module.named_modules():
             if getattr(layer, "sampled", None) is None:
                 continue
-            x = torch.randn(10, 1, layer.weight.shape[1], generator=random).to(layer.weight.dtype)
+            x = torch.randn(
+                10,
+                1,
+                layer.weight.shape[1],
+                generator=random,
+            ).to(layer.weight.dtype)
             passes = []
             for sampled in (layer.sampled, None):
                 layer.sampled = sampled
                 mine = x.clone().requires_grad_()
                 out, _ = layer(mine)
                 grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
-                passes.append((out.detach(), *torch.autograd.grad(out, (mine, layer.weight), grad)))
+                passes.append(
+                    (
+                        out.detach(),
+                        *torch.autograd.grad(
+                            out,
+                            (mine, layer.weight),
+                            grad,
+                        ),
+                    )
+                )
             (out, *mine), (plain, *theirs) = passes
             found[name] = all(map(torch.equal, mine, theirs)) and not torch.equal(out, plain)
             rounding = 0.05 if job.get("format") == "fp8" else 0.02

@@ -31,7 +31,12 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     trained = [
         (name, weight) for name, weight in learner.named_parameters() if weight.requires_grad
     ]
-    weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
+    weights.load(
+        iter(trained),
+        learner.model,
+        learner.place,
+        lambda name: given[name],
+    )
     learner.optimizer.reload_model_params()
     before_BT = learner.logprobs(batch)
     sent = {format: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
@@ -50,7 +55,12 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         save_file(_gradients(learner, Reader(out)), out / "gradients.safetensors")
     after_BT = learner.logprobs(batch)
     learner.broadcast()
-    weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
+    weights.load(
+        iter(trained),
+        learner.model,
+        learner.place,
+        lambda name: given[name],
+    )
     learner.load_hf(out)  # its adapters alone
     return {
         "logprobs": before_BT,
@@ -104,6 +114,10 @@ def _gradients(learner: Learner, reader: Reader) -> dict[str, torch.Tensor]:
             entry = reader.find(one, shape)
             size = one.local_shape(Layout())
             moments = reader.read(entry, (0,) * len(size), size, "optimizer.state.exp_avg.")
-            for piece, part in cut(one, moments / (1 - BETA), one.slices(shape, Layout(), Place())):
+            for piece, part in cut(
+                one,
+                moments / (1 - BETA),
+                one.slices(shape, Layout(), Place()),
+            ):
                 found[piece.name] = part.clone().contiguous()
     return found

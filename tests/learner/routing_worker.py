@@ -154,5 +154,15 @@ def mixture(learner: Learner, job: Fields) -> float:
     for weight, into in zip(weights, packed, strict=True):
         torch.ops._C.prepack_moe_weight(weight, into, "vec")
     given = logits_SK.softmax(-1).float(), chosen_SK.int()
-    torch.ops._C.cpu_fused_moe(out_SH, x_SH, *packed, None, None, *given, False, "silu", "vec")
+    torch.ops._C.cpu_fused_moe(
+        out_SH,
+        x_SH,
+        *packed,
+        None,
+        None,
+        *given,
+        False,
+        "silu",
+        "vec",
+    )
     return float((layer(x_SH[:, None])[0].squeeze(1) != out_SH).float().mean())

@@ -66,4 +66,8 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     last_BT = learner.logprobs(held)
     same = not driver or (torch.equal(before_BT, ours_BT) and torch.equal(after_BT, last_BT))
     empty = driver or (ours_BT.numel() == 0 and held.whole is None)
-    return {"same": [whole == steps, same], "empty": exchange(empty), "ranks": exchange(about)}
+    return {
+        "same": [whole == steps, same],
+        "empty": exchange(empty),
+        "ranks": exchange(about),
+    }

@@ -33,7 +33,12 @@ CASES = {
     "cp2_tp2_sp": (4, cases.QWEN3, SP, {}),
     "cp2_pp2": (4, cases.QWEN3, {**CP2, "pipeline_parallel": 2}, {}),
     "cp2_dp2": (4, cases.QWEN3, {**CP2, "data_parallel": 2}, {}),
-    "cp2_ep2_dp2": (4, cases.QWEN3_MOE, {**CP2, "expert_parallel": 2, "data_parallel": 2}, {}),
+    "cp2_ep2_dp2": (
+        4,
+        cases.QWEN3_MOE,
+        {**CP2, "expert_parallel": 2, "data_parallel": 2},
+        {},
+    ),
     "cp2_ep2_tp2": (4, cases.QWEN3_MOE, {**CP2, **cases.WHOLE_EXPERTS}, {}),
 }
 # the first case that is the same on one rank
@@ -48,13 +53,30 @@ STEPS = 3
 def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     jobs = {1: [], 2: [], 4: []}
     for name, (ranks, hf, layout, more) in CASES.items():
-        jobs[ranks].append({"name": name, "layout": layout, "hf": hf, "steps": STEPS, **more})
+        jobs[ranks].append(
+            {
+                "name": name,
+                "layout": layout,
+                "hf": hf,
+                "steps": STEPS,
+                **more,
+            }
+        )
     for name in {*ALONE.values()}:
         jobs[1].append(
-            {"name": f"{name} alone", "hf": CASES[name][1], "steps": STEPS, **CASES[name][3]}
+            {
+                "name": f"{name} alone",
+                "hf": CASES[name][1],
+                "steps": STEPS,
+                **CASES[name][3],
+            }
         )
     seen = {"kind": "activations", "hf": cases.QWEN3_MOE, "smoothing": 0.5, "kv_cache": "fp8"}
-    for ranks, name, layout in ((1, "alone", {}), (2, "cp2", CP2), (4, "cp2_tp2_sp", SP)):
+    for ranks, name, layout in (
+        (1, "alone", {}),
+        (2, "cp2", CP2),
+        (4, "cp2_tp2_sp", SP),
+    ):
         jobs[ranks].append({"name": f"seen {name}", "layout": layout, **seen})
     return cases.run(tmp_path_factory, *jobs.values())
 

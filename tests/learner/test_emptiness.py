@@ -66,7 +66,11 @@ def _same(found: Fields, wanted: Fields, case: str) -> None:
     for what in wanted["seen"]:
         cases.close(found["seen"], wanted["seen"], 1e-4, what, rtol=1e-4)
     for key in ("loss/total", "optim/grad_norm"):
-        assert found["update"][key] == pytest.approx(wanted["update"][key], rel=1e-4, abs=1e-7), (
+        assert found["update"][key] == pytest.approx(
+            wanted["update"][key],
+            rel=1e-4,
+            abs=1e-7,
+        ), (
             case,
             key,
         )

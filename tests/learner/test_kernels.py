@@ -112,7 +112,11 @@ def head_pass(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gpu", [80, 90, 100])
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
-    [(VOCAB, torch.bfloat16), (VOCAB + 3, torch.bfloat16), (VOCAB, torch.float32)],
+    [
+        (VOCAB, torch.bfloat16),
+        (VOCAB + 3, torch.bfloat16),
+        (VOCAB, torch.float32),
+    ],
 )
 def test_kernels_are_compiled(
     vocab: int, dtype: torch.dtype, gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

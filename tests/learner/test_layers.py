@@ -27,8 +27,16 @@ def _turned(width: int) -> tuple[torch.Tensor, torch.Tensor]:
         :, :, :HEADS
     ].requires_grad_()
     half = torch.randn(POSITIONS, 1, 1, width // 2)
-    out = layers.rotary(x, torch.cat((half, half), dim=-1), CONFIG)
-    (grad,) = torch.autograd.grad(out, x, torch.randn(out.shape).bfloat16())
+    out = layers.rotary(
+        x,
+        torch.cat((half, half), dim=-1),
+        CONFIG,
+    )
+    (grad,) = torch.autograd.grad(
+        out,
+        x,
+        torch.randn(out.shape).bfloat16(),
+    )
     return out.detach(), grad
 
 
@@ -52,7 +60,11 @@ def test_a_norm_reads_the_sum_before_it_was_rounded(
     x, residual = (torch.randn(POSITIONS, 1, 16).bfloat16() for _ in range(2))
     norm = layers.RMSNorm(CONFIG, 16)
     norm.weight.data.copy_(torch.randn(16))
-    rounded = layers.add(training=False, fused=False)((x, None), residual, 0.0)
+    rounded = layers.add(training=False, fused=False)(
+        (x, None),
+        residual,
+        0.0,
+    )
     assert torch.equal(rounded, residual + x)
     wide = residual.float() + x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()

@@ -107,7 +107,12 @@ def _of_one(folders: dict[str, Path]) -> list[Fields]:
         ),
         _train("fp32", cases.QWEN3),
         _train("kept", cases.QWEN3, kept=True, entropy_coef=0.1),
-        {"name": "kept_qwen2", "hf": cases.QWEN2, "folder": str(folders["qwen2"]), "kept": True},
+        {
+            "name": "kept_qwen2",
+            "hf": cases.QWEN2,
+            "folder": str(folders["qwen2"]),
+            "kept": True,
+        },
         _train("bf16", cases.QWEN3, precision="bf16", loss="cross_entropy"),
         _train("untied", cases.LLAMA),
         _train("moe", cases.QWEN3_MOE),

@@ -21,7 +21,14 @@ def learner(recipe: str | None = None, tp: int = 1, **megatron: object) -> Learn
 
 
 @given(
-    st.sampled_from([("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32), (None, 128)]),
+    st.sampled_from(
+        [
+            ("tensorwise", 16),
+            ("blockwise", 128),
+            ("mxfp8", 32),
+            (None, 128),
+        ]
+    ),
     st.sampled_from([1, 2, 4, 8]),
     st.booleans(),
     st.sets(st.integers(0, 13), max_size=14),
@@ -60,7 +67,14 @@ def test_fields_that_the_learner_decides_are_refused(field: str, value: object) 
     assert found.startswith(f"learner.megatron.{field}: ")
 
 
-@pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "down_proj"], ["all-linear"]])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_prj"],
+        ["q_proj", "down_proj"],
+        ["all-linear"],
+    ],
+)
 def test_adapters_are_beside_layers_that_there_are(targets: list[str]) -> None:
     section = LearnerSection(lora=LoraSection(rank=4, targets=targets))
     found = [*limits.problems(SHAPE, HF, section)]

@@ -14,7 +14,14 @@ LAYOUTS = ("tp2", "tp2_sp", "pp2")
 
 
 def _job(name: str, hf: Fields, head: str = "fp32", **more: Any) -> Fields:
-    job = {"kind": "wide", "name": name, "hf": hf, "head": head, "precision": "bf16", "steps": 2}
+    job = {
+        "kind": "wide",
+        "name": name,
+        "hf": hf,
+        "head": head,
+        "precision": "bf16",
+        "steps": 2,
+    }
     return {**job, "forward": "bf16", **more}
 
 

@@ -24,7 +24,11 @@ def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     logits_NV = 4 * torch.randn(ROWS, COLUMNS, generator=random)
     kept_NK = torch.stack([torch.randperm(VOCAB, generator=random)[:KEPT] for _ in range(ROWS)])
     counts_N = torch.randint(1, KEPT + 1, (ROWS,), generator=random)
-    kept_NK = torch.where(torch.arange(KEPT) < counts_N[:, None], kept_NK, -1)
+    kept_NK = torch.where(
+        torch.arange(KEPT) < counts_N[:, None],
+        kept_NK,
+        -1,
+    )
     place_N = (torch.rand(ROWS, generator=random) * counts_N).long()
     return logits_NV, kept_NK.gather(1, place_N[:, None]).squeeze(1), kept_NK
 
@@ -55,7 +59,11 @@ def test_values_and_gradients(
     for seed in range(4):
         logits_NV, labels_N, kept_NK = example(seed)
         kept = kept_NK if among_kept else None
-        of_logprob, of_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(seed))
+        of_logprob, of_entropy = torch.randn(
+            2,
+            ROWS,
+            generator=torch.Generator().manual_seed(seed),
+        )
         for scales in ((of_logprob, of_entropy), (of_logprob, None), (None, of_entropy)):
             mine = logits_NV.clone().requires_grad_()
             theirs = logits_NV.double().requires_grad_()
@@ -66,7 +74,12 @@ def test_values_and_gradients(
             for values in (found, wanted):
                 parts = zip(values, scales, strict=True)
                 sum((value * scale).sum() for value, scale in parts if scale is not None).backward()
-            torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=atol)
+            torch.testing.assert_close(
+                mine.grad.double(),
+                theirs.grad,
+                rtol=1e-4,
+                atol=atol,
+            )
             assert not mine.grad[:, VOCAB:].any()  # padding of the vocabulary never learns
             assert torch.equal(mine.detach(), logits_NV)
 
@@ -118,7 +131,11 @@ def test_shares_of_the_vocabulary_combine() -> None:
     # of which the last has none: 23 tokens
     ranks = 4
     columns = 8
-    wide = torch.nn.functional.pad(logits_NV, (0, ranks * columns - COLUMNS), value=50.0)
+    wide = torch.nn.functional.pad(
+        logits_NV,
+        (0, ranks * columns - COLUMNS),
+        value=50.0,
+    )
     stats = []
     for rank in range(ranks):
         share = VocabShare.of(rank, ranks, VOCAB, columns, None)
@@ -153,5 +170,10 @@ def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatc
     mass_N = torch.where(
         kept_NK >= 0, scaled_NV.softmax(1).gather(1, kept_NK.clamp(min=0)), 0.0
     ).sum(1)
-    torch.testing.assert_close(found.log_mass_N.double(), mass_N.log(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.log_mass_N.double(),
+        mass_N.log(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     assert 0 < found.outside_N.float().mean() < 1

@@ -24,11 +24,23 @@ RANK = 4
 ALPHA = 6.0
 TARGETS = {family: ["all-linear"] for family in ("qwen3", "qwen3_moe", "phi3")}
 TARGETS["qwen2"] = ["q_proj", "v_proj", "up_proj"]
-MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
+MODELS = {
+    hf["model_type"]: hf
+    for hf in (
+        cases.QWEN3,
+        cases.QWEN3_MOE,
+        cases.PHI3,
+        cases.QWEN2,
+    )
+}
 
 
 def _model(family: str) -> Model:
-    return Model.of(MODELS[family], Layout(), lora=Lora(RANK, ALPHA, tuple(TARGETS[family])))
+    return Model.of(
+        MODELS[family],
+        Layout(),
+        lora=Lora(RANK, ALPHA, tuple(TARGETS[family])),
+    )
 
 
 def _given(family: str) -> dict[str, Tensor]:
@@ -187,7 +199,11 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
     return logprobs_BT.detach(), {name: one.grad for name, one in given.items()}, stored
 
 
-CASES = [*((family, "one") for family in MODELS), ("qwen3", "recompute"), *AT]
+CASES = [
+    *((family, "one") for family in MODELS),
+    ("qwen3", "recompute"),
+    *AT,
+]
 
 
 @pytest.mark.parametrize(("family", "at"), CASES)

@@ -36,7 +36,12 @@ JOBS = {
 OF_TWO = {
     "tp2_sp": {**WHOLE, "at": "tp2_sp"},
     "pp2": {**WHOLE, "at": "pp2"},
-    "ep2": {**WHOLE, "at": "ep2", "hf": cases.QWEN3_MOE, "optim": {"overlap_grad_reduce": True}},
+    "ep2": {
+        **WHOLE,
+        "at": "ep2",
+        "hf": cases.QWEN3_MOE,
+        "optim": {"overlap_grad_reduce": True},
+    },
 }
 
 

@@ -82,8 +82,20 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
 
 def test_the_budget_goes_before_cost() -> None:
     """At equal cost three short rows would share a pack of 29 tokens; another pack costs more."""
-    assert assign_rows([12, 12, 5, 20], 1, 25, attention=1.0, in_step=True) == [[[2, 3], [0, 1]]]
-    assert assign_rows([12, 12, 5, 20], 1, 29, attention=1.0, in_step=True) == [[[3], [0, 1, 2]]]
+    assert assign_rows(
+        [12, 12, 5, 20],
+        1,
+        25,
+        attention=1.0,
+        in_step=True,
+    ) == [[[2, 3], [0, 1]]]
+    assert assign_rows(
+        [12, 12, 5, 20],
+        1,
+        29,
+        attention=1.0,
+        in_step=True,
+    ) == [[[3], [0, 1, 2]]]
 
 
 def test_long_rows_weigh_more_than_their_tokens() -> None:
@@ -123,7 +135,13 @@ def test_every_index_of_a_pack(rows: list[int], multiple: int) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.lists(st.integers(0, 13), min_size=1, max_size=14, unique=True), st.sampled_from([1, 2, 8])
+    st.lists(
+        st.integers(0, 13),
+        min_size=1,
+        max_size=14,
+        unique=True,
+    ),
+    st.sampled_from([1, 2, 8]),
 )
 def test_buckets_hold_every_position_once(rows: list[int], multiple: int) -> None:
     made = pack(make_batch(), rows, multiple)

@@ -48,7 +48,11 @@ def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path)
 
 @pytest.mark.parametrize("rank", [0, None])
 def test_nothing_is_recorded_elsewhere(tmp_path: Path, rank: int | None) -> None:
-    passes(Profiler([1] if rank is None else [], tmp_path, rank, print), 1, 2)
+    passes(
+        Profiler([1] if rank is None else [], tmp_path, rank, print),
+        1,
+        2,
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -21,7 +21,11 @@ CASES = {
         {"data_parallel": 2, **cases.PACKS, "megatron": cases.RECOMPUTE},
         "fp32",
     ),
-    "ep2_experts": (cases.QWEN3_MOE, {**cases.EXPERT_LAYOUTS["ep2"], **cases.PACKS}, "fp32"),
+    "ep2_experts": (
+        cases.QWEN3_MOE,
+        {**cases.EXPERT_LAYOUTS["ep2"], **cases.PACKS},
+        "fp32",
+    ),
     "vp2": (cases.QWEN3, cases.LAYOUTS["vp2"], "fp32"),
 }
 
@@ -44,7 +48,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
                     "gradients": str(folder / f"{name}_{way}"),
                 }
             )
-    written = {"hf": cases.QWEN3, "layout": CASES["dp2"][1], "kind": "checkpoint", "wrote": 2}
+    written = {
+        "hf": cases.QWEN3,
+        "layout": CASES["dp2"][1],
+        "kind": "checkpoint",
+        "wrote": 2,
+    }
     written["checkpoint"] = str(folder / "checkpoint")
     jobs.append({**written, "name": "wrote", "optim": OVERLAP, "reads": False})
     jobs += [
@@ -68,7 +77,13 @@ def test_the_sums_are_the_same(case: str, found: Fields) -> None:
                 # to the last bit, from the same weights
                 assert torch.equal(sums[name], value), name
             else:
-                torch.testing.assert_close(sums[name], value, rtol=1e-4, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    sums[name],
+                    value,
+                    rtol=1e-4,
+                    atol=1e-6,
+                    msg=name,
+                )
     cases.same_steps(overlap, plain, rtol=1e-5, atol=1e-7)
     assert overlap["steps"][0]["loss/total"] == plain["steps"][0]["loss/total"]
     assert overlap["steps"][0]["optim/grad_norm"] > 0

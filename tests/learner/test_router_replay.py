@@ -46,7 +46,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fields:
     recompute = {**cases.PACKS, "megatron": cases.RECOMPUTE}
     unclipped = {"loss": "cross_entropy", "optim": {"clip_grad": 1e9}}
-    one = [_job(family, folders[family], {}, hf=hf, **unclipped) for family, hf in FAMILIES.items()]
+    one = [
+        _job(
+            family,
+            folders[family],
+            {},
+            hf=hf,
+            **unclipped,
+        )
+        for family, hf in FAMILIES.items()
+    ]
     folder = folders["qwen3_moe"]
     one += [
         _job("one", folder, {}),
@@ -80,7 +89,11 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
         def chosen(values: torch.Tensor, k: int, dim: int) -> Any:
             given_SK = experts_BSLK[row, : len(values), next(layers)].long()
-            taken_SK = torch.where(given_SK < 0, topk(values, k, dim=dim).indices, given_SK)
+            taken_SK = torch.where(
+                given_SK < 0,
+                topk(values, k, dim=dim).indices,
+                given_SK,
+            )
             return values.gather(dim, taken_SK), taken_SK
 
         with mock.patch("torch.topk", chosen):

@@ -6,7 +6,15 @@ from learner_cases import Fields
 
 # (name, model, layout, more of the job)
 CASES = [
-    *((at, cases.QWEN3, cases.LAYOUTS[at], {"kept": True}) for at in ("tp2", "pp2", "vp2", "dp2")),
+    *(
+        (
+            at,
+            cases.QWEN3,
+            cases.LAYOUTS[at],
+            {"kept": True},
+        )
+        for at in ("tp2", "pp2", "vp2", "dp2")
+    ),
     *(
         (f"experts_{at}", cases.QWEN3_MOE, layout, {"experts": True})
         for at, layout in (cases.EXPERT_LAYOUTS | cases.LAYOUTS).items()
@@ -31,7 +39,13 @@ def _job(name: str, hf: Fields, layout: Fields, more: Fields) -> Fields:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
     alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
     four = [
-        _job(name, cases.QWEN3_MOE, layout, {"experts": True}) for name, layout in STAGES.items()
+        _job(
+            name,
+            cases.QWEN3_MOE,
+            layout,
+            {"experts": True},
+        )
+        for name, layout in STAGES.items()
     ]
     return cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES], four)
 

@@ -39,8 +39,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     one.append({**job, "name": "one cached", "kv_cache": "fp8"})
     one.append({**job, "name": "one experts", "hf": cases.QWEN3_MOE})
-    two = [{**job, "name": name, "layout": cases.LAYOUTS[name]} for name in LAYOUTS]
-    two.append({**job, "name": "ep2", "hf": cases.QWEN3_MOE, "layout": cases.EXPERT_LAYOUTS["ep2"]})
+    two = [
+        {
+            **job,
+            "name": name,
+            "layout": cases.LAYOUTS[name],
+        }
+        for name in LAYOUTS
+    ]
+    two.append(
+        {
+            **job,
+            "name": "ep2",
+            "hf": cases.QWEN3_MOE,
+            "layout": cases.EXPERT_LAYOUTS["ep2"],
+        }
+    )
     return cases.run(tmp_path_factory, one, two)
 
 

@@ -247,7 +247,11 @@ def expected(
         places = inputs.mask_BT[i].nonzero().flatten().tolist()
         shifts = [float(pi[i, t] - anchor[i, t]) for t in places]
         turns = [0 if inputs.turns_BT is None else int(inputs.turns_BT[i, t]) for t in places]
-        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns)
+        row = Row(
+            shifts,
+            [float(inputs.weights_BT[i, t]) for t in places],
+            turns,
+        )
         for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(

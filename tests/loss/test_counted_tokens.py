@@ -30,7 +30,12 @@ COUNTED = LossConfig(kl_coef=0.3, entropy_coef=0.2, kl_on="counted")
 
 
 def random_BT(seed: int) -> torch.Tensor:
-    return torch.randn(B, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        B,
+        T,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
 
 
 PROX_BT = -random_BT(0).abs() - 0.1
@@ -41,7 +46,13 @@ MU_BT = PROX_BT + 0.3 * random_BT(2)
 def inputs(
     found: Correction, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT
 ) -> LossInputs:
-    some = inputs_of(pi_BT.clone().requires_grad_(), PROX_BT, mu_BT, found, ADVANTAGES_B.double())
+    some = inputs_of(
+        pi_BT.clone().requires_grad_(),
+        PROX_BT,
+        mu_BT,
+        found,
+        ADVANTAGES_B.double(),
+    )
     rest = {"ref_logprobs_BT": PROX_BT + 0.4 * random_BT(3), "entropy_BT": random_BT(4).abs()}
     return replace(some, **rest, prompt_ids_B=torch.arange(B) // 2)
 
@@ -130,7 +141,15 @@ def mismatch(
     found = rollout_correction(None, mu_BT, MASK_BT, bypass)
     whole = inputs(found, mu_BT, pi_BT)
     totals = count_totals(whole.denominator_mask_BT, whole.prompt_ids_B, T, whole.weights_BT)
-    metrics = [policy_loss(rows_of(whole, rows), LossConfig(), totals, bypass)[1] for rows in parts]
+    metrics = [
+        policy_loss(
+            rows_of(whole, rows),
+            LossConfig(),
+            totals,
+            bypass,
+        )[1]
+        for rows in parts
+    ]
     names = [name for name in metrics[0] if name.startswith("rollout_corr/")]
     return {name: float(sum(part[name] for part in metrics)) for name in names}
 
@@ -154,7 +173,12 @@ def test_what_the_sampler_anchor_logs_does_not_depend_on_micro_batches(policy: N
 def test_what_the_sampler_anchor_logs_is_the_mean_over_tokens_with_a_ratio() -> None:
     mu_BT = MU_BT.clone()
     mu_BT[0, 1] = mu_BT[1, 0] = math.nan
-    found = mismatch(NonFinite.zero, [[0], [1, 2], [3, 4, 5]], mu_BT, PI_BT)
+    found = mismatch(
+        NonFinite.zero,
+        [[0], [1, 2], [3, 4, 5]],
+        mu_BT,
+        PI_BT,
+    )
     config = CorrectionConfig(reject=[RULE], non_finite=NonFinite.zero)
     direct = rollout_correction(PI_BT, mu_BT, MASK_BT, config).metrics
     assert found == pytest.approx({name: direct[name] for name in found}, abs=1e-6)

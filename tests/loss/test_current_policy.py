@@ -81,7 +81,12 @@ def test_metrics_are_of_what_the_rules_in_the_loss_have_left() -> None:
     rule = RejectRule(level="token", stat="ratio", low=0.9, high=1.1)
     for age in (0.0, 1.0):
         inputs = stale(3, age)
-        found = policy_loss(inputs, LossConfig(), None, replace(BETWEEN, reject=[rule]))[1]
+        found = policy_loss(
+            inputs,
+            LossConfig(),
+            None,
+            replace(BETWEEN, reject=[rule]),
+        )[1]
         rejected = found["rollout_corr/rollout_rs_masked_fraction"]
         trained = found["loss/trained_fraction"]
         assert (rejected > 0) == (age > 0)

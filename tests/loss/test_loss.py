@@ -40,7 +40,12 @@ B = 8
 T = 7
 CONFIGS = {
     "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
-    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, params={"dual_clip": 1.5}),
+    "ppo dual": LossConfig(
+        name="ppo",
+        clip_low=0.3,
+        clip_high=0.1,
+        params={"dual_clip": 1.5},
+    ),
     "ppo turn": LossConfig(name="ppo", level="turn", aggregate="geometric"),
     "ppo sequence": LossConfig(
         name="ppo", level="sequence", clip_high=0.5, params={"dual_clip": 1.7}
@@ -55,7 +60,12 @@ CONFIGS = {
     "cispo prefix": LossConfig(name="cispo", level="prefix", aggregate="geometric"),
     "vespo": LossConfig(name="vespo"),
     "gspo": LossConfig(name="gspo", clip_low=0.01, clip_high=0.1),
-    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, params={"dual_clip": 1.1}),
+    "gspo dual": LossConfig(
+        name="gspo",
+        clip_low=0.05,
+        clip_high=0.1,
+        params={"dual_clip": 1.1},
+    ),
     "cispo": LossConfig(name="cispo", clip_low=0.3, clip_high=0.2),
     "cispo absolute": LossConfig(
         name="cispo", clip_low=0.3, clip_high=1.5, params={"absolute": True}
@@ -83,7 +93,16 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    anchor_BT = -torch.rand(B, T, generator=generator, dtype=torch.float64) * 2 - 0.1
+    anchor_BT = (
+        -torch.rand(
+            B,
+            T,
+            generator=generator,
+            dtype=torch.float64,
+        )
+        * 2
+        - 0.1
+    )
     pi_BT = (
         (anchor_BT + 0.4 * normal(B, T) + 0.2 * normal(B, 1))
         .clamp(max=-0.01)
@@ -147,7 +166,12 @@ def test_float32_is_within_a_millionth(name: str) -> None:
     narrow = replace(narrow, logprobs_BT=narrow.logprobs_BT.requires_grad_())
     loss, gradient = loss_and_gradient(narrow, CONFIGS[name])
     exact = replace(wide, logprobs_BT=narrow.logprobs_BT.detach().double())
-    value, slope = expected(exact, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
+    value, slope = expected(
+        exact,
+        CONFIGS[name],
+        str(reduction_of(CONFIGS[name])),
+        T,
+    )
     assert loss == pytest.approx(value, abs=1e-6)
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
 
@@ -167,7 +191,11 @@ def test_only_the_policy_is_differentiated(name: str) -> None:
         key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")
     }
     loss, _ = policy_loss(replace(inputs, **loose), config)
-    assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
+    assert torch.autograd.grad(
+        loss,
+        list(loose.values()),
+        allow_unused=True,
+    ) == (None, None)
 
 
 def test_a_geometric_ratio_of_rows_is_gspo_and_one_turn_is_its_row() -> None:
@@ -284,7 +312,14 @@ def test_micro_batches_add_up(name: str, reduction: Reduction) -> None:
         [[7, 6, 5, 4, 3, 2, 1, 0]],
         [[i] for i in range(B)],
     ):
-        found = [policy_loss(rows_of(inputs, torch.tensor(part)), config, totals) for part in parts]
+        found = [
+            policy_loss(
+                rows_of(inputs, torch.tensor(part)),
+                config,
+                totals,
+            )
+            for part in parts
+        ]
         total = sum(loss for loss, _ in found)
         assert float(total.detach()) == pytest.approx(whole, abs=1e-12)
         (split_gradient,) = torch.autograd.grad(total, inputs.logprobs_BT)
@@ -314,7 +349,11 @@ def test_all_masked_is_zero_with_zero_gradients_and_a_counter(
         weights_BT=poison_BT,
     )
     # the tokens of other micro-batches
-    elsewhere = count_totals(torch.ones(1, 2).bool(), torch.zeros(1), horizon=2)
+    elsewhere = count_totals(
+        torch.ones(1, 2).bool(),
+        torch.zeros(1),
+        horizon=2,
+    )
     for denominators_BT, totals in (
         (nothing_BT, None),
         (inputs.denominator_mask_BT, None),
@@ -349,10 +388,19 @@ def test_default_reductions() -> None:
 def test_totals() -> None:
     inputs = example()
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=100)
-    assert (totals.tokens, totals.sequences, totals.prompts, totals.horizon) == (29, 7, 3, 100)
+    assert (
+        totals.tokens,
+        totals.sequences,
+        totals.prompts,
+        totals.horizon,
+    ) == (29, 7, 3, 100)
     assert totals.prompt_ids_P.tolist() == [3, 7, 9]
     assert totals.prompt_tokens_P.tolist() == [6, 14, 9]
-    none = count_totals(torch.zeros(2, 3).bool(), torch.tensor([1, 2]), horizon=3)
+    none = count_totals(
+        torch.zeros(2, 3).bool(),
+        torch.tensor([1, 2]),
+        horizon=3,
+    )
     assert (none.tokens, none.sequences, none.prompts) == (0, 0, 0)
 
 
@@ -408,7 +456,12 @@ class TestAnchorSampler:
     def test_ratio_losses_use_the_sampler(self, name: str) -> None:
         inputs = self.inputs(BYPASS)
         loss, _ = policy_loss(inputs, CONFIGS[name], None, BYPASS)
-        value, _ = expected(inputs, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
+        value, _ = expected(
+            inputs,
+            CONFIGS[name],
+            str(reduction_of(CONFIGS[name])),
+            T,
+        )
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
 
     @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -526,7 +579,14 @@ class TestCovariance:
         """Equal advantages have zero covariance, up to rounding: the tokens are drawn by the seed,
         whatever the padding.
         """
-        prox_BT = -torch.rand(1, 9, generator=torch.Generator().manual_seed(2)) * 5
+        prox_BT = (
+            -torch.rand(
+                1,
+                9,
+                generator=torch.Generator().manual_seed(2),
+            )
+            * 5
+        )
         advantages_B = torch.tensor([0.1], dtype=torch.float64)  # the mean of nine is another
         draws = set()
         for seed in range(20):

@@ -88,7 +88,12 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         HfFolder(tmp_path).get("z")
     file = tmp_path / SINGLE
     whole = file.read_bytes()
-    for broken in (whole[:-1], whole + b"x", struct.pack("<Q", 4) + b"nope", b""):
+    for broken in (
+        whole[:-1],
+        whole + b"x",
+        struct.pack("<Q", 4) + b"nope",
+        b"",
+    ):
         file.write_bytes(broken)
         with pytest.raises(ValueError, match=SINGLE):
             HfFolder(tmp_path)

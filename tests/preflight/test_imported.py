@@ -38,7 +38,12 @@ def imported(place: Path) -> Path:
             places = [index for index, _ in entry.axes]
             values = torch.zeros((*(1 for _ in lengths), *whole), dtype=torch.bfloat16)
             blocks.append(
-                Block(entry.key, (*lengths, *whole), (*places, *(0 for _ in whole)), values)
+                Block(
+                    entry.key,
+                    (*lengths, *whole),
+                    (*places, *(0 for _ in whole)),
+                    values,
+                )
             )
     write_index(IMPORTED, write_blocks(IMPORTED / "rank_0.distcp", blocks))
     return IMPORTED

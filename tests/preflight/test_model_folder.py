@@ -93,7 +93,11 @@ LIES = [
     "config.json says what weights or tokenizer deny", "the dry run names the key and both values"
 )
 @in_its_folder
-@pytest.mark.parametrize(("changes", "said"), LIES, ids=[str(lie[0])[:60] for lie in LIES])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    LIES,
+    ids=[str(lie[0])[:60] for lie in LIES],
+)
 def test_lies_of_config_json(command: Command, changes: dict, said: str) -> None:
     change(**changes)
     assert said in command.refused(*PRETRAINED)
@@ -218,7 +222,16 @@ def test_shards_and_what_is_harmless_pass(command: Command) -> None:
     "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
 )
 @pytest.mark.parametrize(
-    "content", ["[1]", "{", "[" * 100_000, "5", "\x00", "1" * 6000], ids=range(6)
+    "content",
+    [
+        "[1]",
+        "{",
+        "[" * 100_000,
+        "5",
+        "\x00",
+        "1" * 6000,
+    ],
+    ids=range(6),
 )
 def test_files_that_are_not_what_they_should_be(command: Command, name: str, content: str) -> None:
     (MODEL / name).write_text(content)

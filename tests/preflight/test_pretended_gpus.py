@@ -111,7 +111,12 @@ def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_it_needs(
     with pytest.raises(ConfigError, match=rf"{OLD}.* 580"):
         detect(wanted)
     recipe = str(ROOT / "recipes" / "dapo_fp8.yaml")
-    for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"], ["serve"]):
+    for words in (
+        ["plan"],
+        ["plan", "--suggest"],
+        ["train", "--dry-run"],
+        ["serve"],
+    ):
         status = cli.main([*words, recipe, f"run.device={wanted}"])
         assert status == 2
         assert OLD in capsys.readouterr().err

@@ -69,5 +69,9 @@ def test_blocks_that_straddle_shards() -> None:
     ],
 )
 def test_pipelines_and_experts(family: str, layout: Layout, message: str) -> None:
-    (found,) = problems(Model.of(hf_config(family), layout), 1, Format.none)
+    (found,) = problems(
+        Model.of(hf_config(family), layout),
+        1,
+        Format.none,
+    )
     assert message in found

@@ -20,7 +20,12 @@ def pair():
 def test_large_messages_arrive_whole_and_in_order(pair):
     ours, theirs = pair
     messages = [
-        {"id": i, "data": bytes([i]) * (1 << 20), "list": [1.5, None, "ä"]} for i in range(3)
+        {
+            "id": i,
+            "data": bytes([i]) * (1 << 20),
+            "list": [1.5, None, "ä"],
+        }
+        for i in range(3)
     ]
     sender = threading.Thread(target=lambda: [ours.send(message) for message in messages])
     sender.start()

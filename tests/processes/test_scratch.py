@@ -122,7 +122,11 @@ def test_what_strangers_put_there_is_ignored(there: Path) -> None:
     precious = there / "precious"
     precious.mkdir()
     (precious / LOCK).write_text(DEAD)
-    for name, target in (("a", precious), ("b", there / f"{PREFIX}b"), ("c", there / "nowhere")):
+    for name, target in (
+        ("a", precious),
+        ("b", there / f"{PREFIX}b"),
+        ("c", there / "nowhere"),
+    ):
         (there / f"{PREFIX}{name}").symlink_to(target)
     (there / f"{PREFIX}d").write_text("")
     (there / f"{PREFIX}e").mkdir()

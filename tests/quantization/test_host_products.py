@@ -54,7 +54,15 @@ def test_other_types_and_transposed_and_empty_matrices():
 @pytest.mark.parametrize("codes", ["random", "largest", "opposite"])
 def test_int8_sums_are_exact(features, codes):
     torch.manual_seed(1)
-    left, right = (torch.randint(-127, 128, (rows, features), dtype=torch.int8) for rows in (6, 9))
+    left, right = (
+        torch.randint(
+            -127,
+            128,
+            (rows, features),
+            dtype=torch.int8,
+        )
+        for rows in (6, 9)
+    )
     if codes != "random":
         left.fill_(127)
         right.fill_(127 if codes == "largest" else -127)

@@ -71,7 +71,11 @@ def smoothed_by_hand(
             weight_H = torch.cat([hf[name] for name in read]).abs().amax(0).float()
             wanted_H = amax_LNH[layer, norm] ** ALPHA / weight_H ** (1 - ALPHA)
             typical = wanted_H[wanted_H > 0].median()
-            scale_H = torch.where(wanted_H > 0, 2.0 ** (wanted_H / typical).log2().trunc(), 1.0)
+            scale_H = torch.where(
+                wanted_H > 0,
+                2.0 ** (wanted_H / typical).log2().trunc(),
+                1.0,
+            )
             for name in read + weights_of(hf, layer, routers):
                 out[name] = (hf[name] * scale_H).to(hf[name].dtype)
             for name in weights_of(hf, layer, norm_name):
@@ -188,7 +192,18 @@ def test_scales_are_powers_of_two_around_the_median() -> None:
     # three channels of which nothing is known
     activations = torch.cat([8 * 4.0**exponents, torch.tensor([0.0, 1.0, float("inf")])])
     weights = torch.cat([torch.full((7,), 2.0), torch.tensor([1.0, 0.0, 1.0])])
-    wanted = [1.0, 1.0, 1.0, 2.0, 0.5, 4.0, 2.0**LARGEST_EXPONENT, 1.0, 1.0, 1.0]
+    wanted = [
+        1.0,
+        1.0,
+        1.0,
+        2.0,
+        0.5,
+        4.0,
+        2.0**LARGEST_EXPONENT,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert scales(activations, weights, 0.5).tolist() == wanted
     assert scales(activations * 0, weights, 0.5).tolist() == [1.0] * 10
     # a function-preserving outlier is undone, whatever alpha
@@ -201,7 +216,11 @@ def test_scales_stay_until_they_are_due() -> None:
     shape = ModelShape.from_hf(hf_config("qwen3"))
     hf = random_hf(shape)
     plain = sync(None, shape, hf)
-    answers = [torch.zeros_like(seen(shape)), seen(shape, 1), seen(shape, 2)]
+    answers = [
+        torch.zeros_like(seen(shape)),
+        seen(shape, 1),
+        seen(shape, 2),
+    ]
     smoothing = Smoothing(shape, ALPHA, 2, TorchGroup(), lambda: answers.pop(0))
     name = "model.layers.0.mlp.gate_proj.weight"
     first, second, third, fourth = (sync(smoothing, shape, hf) for _ in range(4))

@@ -208,7 +208,11 @@ def test_signals_for_the_driver_leave_rewards_alone() -> None:
 
 
 def test_an_error_may_say_anything(hostile: RewardPool) -> None:
-    first, second = scored(hostile, ({}, "surrogate"), ({"answer": "\ud83d"}, "2"))
+    first, second = scored(
+        hostile,
+        ({}, "surrogate"),
+        ({"answer": "\ud83d"}, "2"),
+    )
     assert "half a pair" in str(first.error)
     assert second == number(2.0)
 
@@ -232,7 +236,11 @@ def test_a_worker_that_takes_nothing_misses_the_deadline_too(hostile: RewardPool
     worker = hostile._workers[0]
     assert worker._process is not None
     os.kill(worker._process.pid, signal.SIGSTOP)
-    scores = scored(hostile, ({"tests": "x" * (4 << 20)}, "1"), ({}, "2"))
+    scores = scored(
+        hostile,
+        ({"tests": "x" * (4 << 20)}, "1"),
+        ({}, "2"),
+    )
     assert "reward.timeout_s" in str(scores[0].error)
     assert scores[1] == number(2.0)
 
@@ -291,7 +299,12 @@ def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) ->
 
     threading.Thread(target=kill).start()
     # the first and the last are this worker's
-    scores = scored(odd, ({"begun": str(begun)}, "slow"), ({}, "1"), ({}, "2"))
+    scores = scored(
+        odd,
+        ({"begun": str(begun)}, "slow"),
+        ({}, "1"),
+        ({}, "2"),
+    )
     assert process.wait() == -signal.SIGKILL
     assert [score.reward for score in scores] == [8.0, 1.0, 2.0]
     assert [score.error for score in scores] == [None] * 3

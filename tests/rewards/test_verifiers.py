@@ -110,7 +110,11 @@ def test_reasoning_gym_judges_its_own_tasks() -> None:
 
 def test_wrong_is_worth_what_the_recipe_says() -> None:
     published = Rewards({"math_dapo": 1.0}, wrong=-1.0)
-    for response, score in (("Answer: 34", 1.0), ("Answer: 35", -1.0), ("34", -1.0)):
+    for response, score in (
+        ("Answer: 34", 1.0),
+        ("Answer: 35", -1.0),
+        ("34", -1.0),
+    ):
         assert published.judge(Task({"answer": "34"}, response)).score == score
     assert (
         Rewards({"math_dapo": 1.0}, wrong=0.0).judge(Task({"answer": "34"}, "Answer: 35")).score

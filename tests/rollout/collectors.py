@@ -45,7 +45,11 @@ class Script:
         first_group: int,
         step: int,
     ) -> list[Rollout]:
-        about: dict[str, Any] = {"logprobs": (-1.0,), "loss_mask": (True,), "policy_version": step}
+        about: dict[str, Any] = {
+            "logprobs": (-1.0,),
+            "loss_mask": (True,),
+            "policy_version": step,
+        }
         return [
             Rollout(
                 prompt,

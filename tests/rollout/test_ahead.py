@@ -63,7 +63,14 @@ class Stream:
             }
             self._groups.append(
                 [
-                    Rollout(prompt, group, at, (ord(word),), (-1.0,), **about)
+                    Rollout(
+                        prompt,
+                        group,
+                        at,
+                        (ord(word),),
+                        (-1.0,),
+                        **about,
+                    )
                     for at, word in enumerate(words)
                 ]
             )
@@ -95,7 +102,13 @@ def section(**keys: Any) -> RolloutSection:
 def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[Ahead]:
     rollout = section(**keys)
     gate = Gate(source, rollout)
-    batches = Ahead(collector(gate, source, rollout), gate, rollout, last, lambda: source.version)
+    batches = Ahead(
+        collector(gate, source, rollout),
+        gate,
+        rollout,
+        last,
+        lambda: source.version,
+    )
     try:
         yield batches
     finally:

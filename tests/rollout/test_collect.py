@@ -100,7 +100,16 @@ def test_a_reward_that_never_works_stops_the_run() -> None:
 
 def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:
     prompt = Prompt("0", (1,), "", {})
-    rollout = Rollout(prompt, 0, 0, (1,), (0.0,), (1,), "stop", 0)
+    rollout = Rollout(
+        prompt,
+        0,
+        0,
+        (1,),
+        (0.0,),
+        (1,),
+        "stop",
+        0,
+    )
     scored = [
         Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5})
         for each in range(1000)
@@ -119,9 +128,13 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
         "top_p": 0.8,
     }
     asked = sampling_params(RolloutSection(**keys), (1, 2))
-    assert (asked.samples, asked.max_tokens, asked.temperature, asked.top_k, asked.top_p) == tuple(
-        keys.values()
-    )
+    assert (
+        asked.samples,
+        asked.max_tokens,
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+    ) == tuple(keys.values())
     assert asked.stop_token_ids == (1, 2)
     assert asked.candidates == RolloutSection(**keys).candidates > 5
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
@@ -146,5 +159,9 @@ def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
     )
     asked.add([Prompt(0, (1,), "", {"answer": text}) for text in ("ab", "abc")], 0)
     (whole,), (cut,) = asked.finished()
-    assert (*whole.token_ids, whole.finish_reason, whole.policy_version) == (97, 98, 1, "stop", 3)
+    assert (
+        *whole.token_ids,
+        whole.finish_reason,
+        whole.policy_version,
+    ) == (97, 98, 1, "stop", 3)
     assert (*cut.token_ids, cut.finish_reason) == (97, 98, 99, "length")

@@ -28,10 +28,19 @@ def test_wake_weights_then_sync_then_wake_cache(mode, level):
     with schedule.syncing():
         engine.calls.append("sync")
     schedule.wake()
-    assert engine.calls == [("sleep", level), ("wake", [WEIGHTS]), "sync", ("wake", [CACHE])]
+    assert engine.calls == [
+        ("sleep", level),
+        ("wake", [WEIGHTS]),
+        "sync",
+        ("wake", [CACHE]),
+    ]
     schedule.sleep()
     schedule.wake()  # a step without a sync
-    assert engine.calls[4:] == [("sleep", level), ("wake", [WEIGHTS]), ("wake", [CACHE])]
+    assert engine.calls[4:] == [
+        ("sleep", level),
+        ("wake", [WEIGHTS]),
+        ("wake", [CACHE]),
+    ]
 
 
 def test_a_failed_sync_leaves_the_cache_asleep():

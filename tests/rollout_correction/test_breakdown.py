@@ -89,7 +89,11 @@ def test_each_cut_finds_its_fault() -> None:
     column_T = torch.arange(COLUMNS)
     for by, label, where_BT in [
         ("position", "90-100 %", (column_T >= 18) & (row_B1 < 2)),
-        ("probability", "0.01 to 0.1", (mu_BT.exp() > 0.01) & (mu_BT.exp() <= 0.1)),
+        (
+            "probability",
+            "0.01 to 0.1",
+            (mu_BT.exp() > 0.01) & (mu_BT.exp() <= 0.1),
+        ),
         ("length", "8 to 15", row_B1 == 2),
         ("staleness", "3", row_B1 == 3),
         ("finish", "abort", row_B1 == 4),

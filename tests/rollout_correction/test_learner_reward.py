@@ -15,12 +15,27 @@ ONES = torch.ones(3, 2, dtype=torch.bool)
 
 
 def test_by_hand() -> None:
-    d_NT = torch.tensor([[math.log(2.0), 0.0], [math.log(0.5), 0.0], [0.0, 9.0]])
+    d_NT = torch.tensor(
+        [
+            [math.log(2.0), 0.0],
+            [math.log(0.5), 0.0],
+            [0.0, 9.0],
+        ]
+    )
     mask_NT = torch.tensor([[1, 1], [1, 1], [1, 0]])
     rewards_N = torch.tensor([1.0, 0.0, 3.0])
-    found = learner_reward(rewards_N, d_NT - 1, torch.full((3, 2), -1.0), mask_NT)
+    found = learner_reward(
+        rewards_N,
+        d_NT - 1,
+        torch.full((3, 2), -1.0),
+        mask_NT,
+    )
     estimate = (2 * 1 + 0.5 * 0 + 1 * 3) / 3.5
-    errors = [2 * (1 - estimate), 0.5 * (0 - estimate), 1 * (3 - estimate)]
+    errors = [
+        2 * (1 - estimate),
+        0.5 * (0 - estimate),
+        1 * (3 - estimate),
+    ]
     assert found["reward/learner_estimate"] == pytest.approx(estimate)
     assert found["reward/learner_estimate_stderr"] == pytest.approx(
         math.sqrt(sum(e * e for e in errors)) / 3.5
@@ -47,7 +62,12 @@ def test_the_learner_s_reward_is_recovered_within_its_error() -> None:
     value = torch.tensor([0.0, 0.5, 1.0])
     misses = 0
     for _ in range(60):
-        drawn = torch.multinomial(sampler, 800, replacement=True, generator=generator).view(400, 2)
+        drawn = torch.multinomial(
+            sampler,
+            800,
+            replacement=True,
+            generator=generator,
+        ).view(400, 2)
         rewards_N = value[drawn].mean(1)
         found = learner_reward(
             rewards_N, learner.log()[drawn], sampler.log()[drawn], torch.ones(400, 2)
@@ -66,8 +86,26 @@ def test_faults_and_extremes() -> None:
     assert found["reward/learner_estimate"] == pytest.approx(1.5)
     # a product of e^2000 leaves its own row alone
     p_NT = torch.tensor([[0.0], [2000.0]])
-    huge = learner_reward(torch.tensor([1.0, 3.0]), p_NT, 0 * p_NT, torch.ones(2, 1))
+    huge = learner_reward(
+        torch.tensor([1.0, 3.0]),
+        p_NT,
+        0 * p_NT,
+        torch.ones(2, 1),
+    )
     assert huge["reward/learner_estimate"] == pytest.approx(3.0)
-    some = learner_reward(torch.tensor([math.nan, 2.0, 2.0]), mu_NT, mu_NT, ONES)
+    some = learner_reward(
+        torch.tensor([math.nan, 2.0, 2.0]),
+        mu_NT,
+        mu_NT,
+        ONES,
+    )
     assert some["reward/learner_estimate"] == 2.0
-    assert learner_reward(torch.tensor([math.nan] * 3), mu_NT, mu_NT, ONES) == {}
+    assert (
+        learner_reward(
+            torch.tensor([math.nan] * 3),
+            mu_NT,
+            mu_NT,
+            ONES,
+        )
+        == {}
+    )

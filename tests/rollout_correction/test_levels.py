@@ -72,7 +72,12 @@ def name(one: WeightConfig | RejectRule) -> str:
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
 @pytest.mark.parametrize(
     "bounds",
-    [FREE, {"high": 1.2}, {"low": 0.8, "high": 1.25, "outside": "zero"}, {"normalize": True}],
+    [
+        FREE,
+        {"high": 1.2},
+        {"low": 0.8, "high": 1.25, "outside": "zero"},
+        {"normalize": True},
+    ],
 )
 def test_weights(weight: WeightConfig, bounds: dict) -> None:
     for seed in range(4):
@@ -94,7 +99,13 @@ def test_rules(level: str, stat: str) -> None:
         turns_BT = turns_of(batch[2], seed)
         assert_matches(CorrectionConfig(reject=[rule]), *batch, turns_BT)
         kept.add(
-            int(rollout_correction(*batch, CorrectionConfig(reject=[rule]), turns_BT).mask_BT.sum())
+            int(
+                rollout_correction(
+                    *batch,
+                    CorrectionConfig(reject=[rule]),
+                    turns_BT,
+                ).mask_BT.sum()
+            )
         )
     assert len(kept) > 1
 
@@ -188,7 +199,12 @@ def test_splits_padding_and_chunks(
         assert torch.equal(part.weights_BT, whole.weights_BT[rows])
         assert torch.equal(part.mask_BT, whole.mask_BT[rows])
     dirty = [values.masked_fill(~batch[2], garbage) for values in batch[:2]]
-    other = rollout_correction(*dirty, batch[2], config, turns_BT.masked_fill(~batch[2], 10**6 - 1))  # type: ignore[call-arg]
+    other = rollout_correction(
+        *dirty,
+        batch[2],
+        config,
+        turns_BT.masked_fill(~batch[2], 10**6 - 1),
+    )  # type: ignore[call-arg]
     torch.testing.assert_close(other.weights_BT, whole.weights_BT, rtol=1e-6, atol=1e-7)
     assert torch.equal(other.mask_BT, whole.mask_BT)
 

@@ -28,9 +28,19 @@ import corrections as bench
 
 def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two rows and one empty row, worked by hand below."""
-    mu_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.25, -1.5, 0.0], [0.0, 0.0, 0.0]])
+    mu_BT = torch.tensor(
+        [
+            [-1.0, -2.0, -0.5],
+            [-0.25, -1.5, 0.0],
+            [0.0, 0.0, 0.0],
+        ]
+    )
     d_BT = torch.tensor(
-        [[math.log(3.0), math.log(0.5), 0.0], [math.log(0.25), math.log(2.0), 9.0], [5.0, 5.0, 5.0]]
+        [
+            [math.log(3.0), math.log(0.5), 0.0],
+            [math.log(0.25), math.log(2.0), 9.0],
+            [5.0, 5.0, 5.0],
+        ]
     )
     mask_BT = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
     return mu_BT + d_BT, mu_BT, mask_BT
@@ -221,7 +231,11 @@ def test_ratios_are_clamped_before_they_are_squared() -> None:
 def test_agrees_with_the_plain_version() -> None:
     prox_BT, mu_BT, mask_BT = bench.example(96, 200)
     # a milder mismatch on half of the rows, so that the geometric rule keeps some and rejects some
-    prox_BT = torch.where(torch.arange(96)[:, None] % 2 == 0, prox_BT, prox_BT + 0.02)
+    prox_BT = torch.where(
+        torch.arange(96)[:, None] % 2 == 0,
+        prox_BT,
+        prox_BT + 0.02,
+    )
     fast = rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG)
     weights_BT, kept_BT, metrics = bench.plain(prox_BT, mu_BT, mask_BT)
     assert 0.2 < fast.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.8

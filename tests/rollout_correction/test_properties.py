@@ -63,7 +63,15 @@ def batches(draw: st.DrawFn, faults: bool = False) -> Batch:
     return prox_BT, mu_BT, mask_BT
 
 
-bounds = st.sampled_from([(None, 2.0), (0.5, 2.0), (0.9, None), (0.95, 1.05), (None, 0.5)])
+bounds = st.sampled_from(
+    [
+        (None, 2.0),
+        (0.5, 2.0),
+        (0.9, None),
+        (0.95, 1.05),
+        (None, 0.5),
+    ]
+)
 
 
 @st.composite
@@ -93,10 +101,25 @@ def rules(draw: st.DrawFn, whole_batch: bool = True) -> RejectRule:
             level=level, stat=stat, reduce=reduce, budget=draw(st.sampled_from([0.05, 1.1, 5.0]))
         )
     low, high = draw(
-        st.sampled_from([(None, 1.2), (0.8, 1.2), (0.9, None), (None, 0.1), (0.01, 0.5)])
+        st.sampled_from(
+            [
+                (None, 1.2),
+                (0.8, 1.2),
+                (0.9, None),
+                (None, 0.1),
+                (0.01, 0.5),
+            ]
+        )
     )
     when = draw(st.sampled_from([None, "negative_advantage"]))
-    return RejectRule(level=level, stat=stat, reduce=reduce, low=low, high=high, when=when)
+    return RejectRule(
+        level=level,
+        stat=stat,
+        reduce=reduce,
+        low=low,
+        high=high,
+        when=when,
+    )
 
 
 @st.composite
@@ -135,7 +158,14 @@ def far_from_bounds(batch: Batch, config: CorrectionConfig) -> bool:
     """Return true if no verdict depends on the last bits of d."""
     prox_BT, mu_BT, mask_BT = batch
     verdicts = [
-        run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT
+        run(
+            (
+                prox_BT * (1 + sign * 1e-6) + sign * 1e-6,
+                mu_BT,
+                mask_BT,
+            ),
+            config,
+        ).mask_BT
         for sign in (-1.0, 1.0)
     ]
     return torch.equal(*verdicts)
@@ -169,7 +199,12 @@ def test_padding_changes_nothing(
     prox_BT, mu_BT, mask_BT = batch
     plain = run(batch, config)
     dirty = run(
-        (prox_BT.masked_fill(~mask_BT, one), mu_BT.masked_fill(~mask_BT, two), mask_BT), config
+        (
+            prox_BT.masked_fill(~mask_BT, one),
+            mu_BT.masked_fill(~mask_BT, two),
+            mask_BT,
+        ),
+        config,
     )
     assert_same(plain, dirty, exact=True)
     rows, columns = mask_BT.shape
@@ -206,7 +241,11 @@ def test_row_order_changes_nothing(batch: Batch, config: CorrectionConfig, rando
 
 
 @EXAMPLES
-@given(batches(faults=True), configs(whole_batch=False), st.integers(0, 7))
+@given(
+    batches(faults=True),
+    configs(whole_batch=False),
+    st.integers(0, 7),
+)
 def test_without_batch_wide_options_any_split_gives_the_same(
     batch: Batch, config: CorrectionConfig, cut: int
 ) -> None:
@@ -298,7 +337,13 @@ def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
 
 @EXAMPLES
-@given(batches(), configs(), losses(), st.randoms(use_true_random=False), st.integers(1, 3))
+@given(
+    batches(),
+    configs(),
+    losses(),
+    st.randoms(use_true_random=False),
+    st.integers(1, 3),
+)
 def test_losses_ignore_split_order_and_padding(
     batch: Batch, config: CorrectionConfig, loss_config: LossConfig, random, parts: int
 ) -> None:
@@ -352,7 +397,11 @@ def test_every_loss_survives_every_non_finite_policy() -> None:
         config = CorrectionConfig(non_finite=policy)
         found = run((prox_BT, mu_BT, mask_BT), config)
         assert found.mask_BT.any(), policy
-        inputs = loss_inputs((prox_BT, mu_BT, mask_BT), found, torch.linspace(-1, 1, 6))
+        inputs = loss_inputs(
+            (prox_BT, mu_BT, mask_BT),
+            found,
+            torch.linspace(-1, 1, 6),
+        )
         pi_BT = clean_pi_BT.masked_fill(~mask_BT, math.nan).requires_grad_()
         inputs = replace(inputs, logprobs_BT=pi_BT)
         loss, metrics = policy_loss(inputs, LossConfig(name=name))

@@ -31,7 +31,14 @@ def mask(rows: str) -> torch.Tensor:
 
 # the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a
 # hole and padding
-VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])
+VERSIONS_BT = torch.tensor(
+    [
+        [3, 3, 4, 5],
+        [5, 5, 5, 5],
+        [3, 3, 3, 3],
+        [4, 4, 6, 0],
+    ]
+)
 MASK_BT = mask("1111 1111 1111 0110")
 MASKED = "rollout_corr/stale_masked_fraction"
 
@@ -69,7 +76,11 @@ def test_which_tokens_are_too_old(config: CorrectionConfig, kept: str) -> None:
 
 
 def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
-    batch, _ = without_stale(replace(aged(), versions_N=None), stale(high=1), version=5)
+    batch, _ = without_stale(
+        replace(aged(), versions_N=None),
+        stale(high=1),
+        version=5,
+    )
     assert batch.mask_BT.any(dim=1).tolist() == [False, True, False, True]
 
 
@@ -86,7 +97,11 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
     advantage = AdvantageConfig(Estimator.dr_grpo)
     for seed in range(8):
         whole = aged(seed)
-        noise_BT = 0.15 * torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + 50))
+        noise_BT = 0.15 * torch.randn(
+            4,
+            4,
+            generator=torch.Generator().manual_seed(seed + 50),
+        )
         prox_BT = whole.sampler_logprobs_BT + noise_BT
         young, _ = without_stale(whole, ruled, version=5)
         found, advantages_B = correct(prox_BT, young, ruled, advantage)

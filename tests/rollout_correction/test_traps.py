@@ -39,8 +39,18 @@ RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 @pytest.mark.parametrize(
     ("stat", "reduces", "bounds", "kept"),
     [
-        ("ratio", (None, "sum", "mean", "max", "min"), {"high": 1.5}, [False, True]),
-        ("k1", (None, "sum", "mean", "max", "min"), {"low": -0.6, "high": 1.0}, [False, True]),
+        (
+            "ratio",
+            (None, "sum", "mean", "max", "min"),
+            {"high": 1.5},
+            [False, True],
+        ),
+        (
+            "k1",
+            (None, "sum", "mean", "max", "min"),
+            {"low": -0.6, "high": 1.0},
+            [False, True],
+        ),
         ("k1", ("mean",), {"low": 0.0}, [False, True]),  # a bound of zero is a bound
         ("k1", ("mean",), {"high": 0.0}, [True, False]),
         # 2 - 1 - log 2 = 0.31 and 0.5 - 1 + log 2 = 0.19
@@ -144,7 +154,11 @@ def test_loss_metrics_count_no_padding() -> None:
     counted.
     """
     found = corrected([[0.0] * 4], [[1, 1, 0, 0]])
-    inputs = inputs_for(found, [1.0], logprobs_BT=torch.full((1, 4), -1.0))
+    inputs = inputs_for(
+        found,
+        [1.0],
+        logprobs_BT=torch.full((1, 4), -1.0),
+    )
     metrics = policy_loss(inputs, LossConfig(name="rollout_is", clip_high=0.0))[1]
     assert float(metrics["loss/clip_fraction_high"]) == 1.0
     assert float(metrics["loss/ratio_mean"]) == pytest.approx(math.e)
@@ -162,7 +176,12 @@ def test_no_weight_on_top_of_a_ratio_that_holds_it(name: LossName, level: str) -
     assert found.startswith(f"correction.weight.level is {level}")
     assert check_objective(config, LossConfig(name="reinforce")) == []
     with pytest.raises(ValueError, match=r"correction\.weight\.level: none"):
-        policy_loss(inputs_for(corrected([[0.1]]), [1.0]), LossConfig(name=name), None, config)
+        policy_loss(
+            inputs_for(corrected([[0.1]]), [1.0]),
+            LossConfig(name=name),
+            None,
+            config,
+        )
 
 
 def test_no_cap_is_solved_where_the_sample_size_is_not_monotone() -> None:
@@ -217,14 +236,48 @@ NARROW = {"clip_low": 0.05, "clip_high": 0.05}
     ("names", "keys", "shift", "by_advantage"),
     [
         # bounds that only stop what gains, bounds on the ratio itself, and a trust region
-        (("ppo", "gmpo"), {}, UP_AND_DOWN, {1.0: (0.375, 0.0), -1.0: (0.0, 0.25), 0.0: (0.0, 0.0)}),
-        (("cispo", "rollout_is"), {}, UP_AND_DOWN, {1.0: (0.375, 0.25), -1.0: (0.375, 0.25)}),
-        (("dppo",), NARROW, DOUBLED, {1.0: (0.375, 0.0), -1.0: (0.0, 0.25)}),
+        (
+            ("ppo", "gmpo"),
+            {},
+            UP_AND_DOWN,
+            {
+                1.0: (0.375, 0.0),
+                -1.0: (0.0, 0.25),
+                0.0: (0.0, 0.0),
+            },
+        ),
+        (
+            ("cispo", "rollout_is"),
+            {},
+            UP_AND_DOWN,
+            {1.0: (0.375, 0.25), -1.0: (0.375, 0.25)},
+        ),
+        (
+            ("dppo",),
+            NARROW,
+            DOUBLED,
+            {1.0: (0.375, 0.0), -1.0: (0.0, 0.25)},
+        ),
         # bounds that a ratio of one touches: it is clipped from outside the band, or from an open
         # band's edge on
-        (("cispo", "ppo"), {"clip_low": 0.0, "clip_high": 0.0}, [0.0], {1.0: (0.0, 0.0)}),
-        (("rollout_is",), {"clip_low": 0.0, "clip_high": 0.5}, [0.0], {1.0: (0.0, 1.0)}),
-        (("rollout_is",), {"clip_low": 0.5, "clip_high": 0.0}, [0.0], {1.0: (1.0, 0.0)}),
+        (
+            ("cispo", "ppo"),
+            {"clip_low": 0.0, "clip_high": 0.0},
+            [0.0],
+            {1.0: (0.0, 0.0)},
+        ),
+        (
+            ("rollout_is",),
+            {"clip_low": 0.0, "clip_high": 0.5},
+            [0.0],
+            {1.0: (0.0, 1.0)},
+        ),
+        (
+            ("rollout_is",),
+            {"clip_low": 0.5, "clip_high": 0.0},
+            [0.0],
+            {1.0: (1.0, 0.0)},
+        ),
     ],
 )
 def test_clip_fractions(
@@ -250,7 +303,12 @@ def test_dual_clip_fraction() -> None:
 
 @pytest.mark.parametrize(
     ("anchor", "policy", "side"),
-    [(0.9, 0.5, None), (0.5, 0.9, "high"), (1.0, 0.5, "low"), (0.5, 1.0, "high")],
+    [
+        (0.9, 0.5, None),
+        (0.5, 0.9, "high"),
+        (1.0, 0.5, "low"),
+        (0.5, 1.0, "high"),
+    ],
 )
 def test_a_binary_kl_is_from_the_anchor_to_the_policy(
     anchor: float, policy: float, side: str | None
@@ -259,7 +317,11 @@ def test_a_binary_kl_is_from_the_anchor_to_the_policy(
     a region of 0.44 lets in the first alone.
     """
     advantage = math.copysign(1.0, policy - anchor)
-    token = inputs([[math.log(policy / anchor)]], [advantage], math.log(anchor))
+    token = inputs(
+        [[math.log(policy / anchor)]],
+        [advantage],
+        math.log(anchor),
+    )
     config = LossConfig(
         name="dppo", params={"trust_region": "binary_kl"}, clip_low=0.44, clip_high=0.44
     )
@@ -272,14 +334,24 @@ def test_metrics_carry_no_gradient() -> None:
     config = LossConfig(kl_coef=0.1, entropy_coef=0.1)
     ones_BT = torch.ones(1, 2).requires_grad_()
     metrics = policy_loss(
-        inputs([[0.1, 0.2]], [1.0], ref_logprobs_BT=-ones_BT, entropy_BT=ones_BT), config
+        inputs(
+            [[0.1, 0.2]],
+            [1.0],
+            ref_logprobs_BT=-ones_BT,
+            entropy_BT=ones_BT,
+        ),
+        config,
     )[1]
     assert not any(value.requires_grad for value in metrics.values())
 
 
 def test_the_loss_corrects_under_the_sampler_anchor_only() -> None:
     """A weight of 5, which a correction formed here would replace by 1 (pi is mu)."""
-    one = inputs([[0.0]], [1.0], weights_BT=torch.full((1, 1), 5.0))
+    one = inputs(
+        [[0.0]],
+        [1.0],
+        weights_BT=torch.full((1, 1), 5.0),
+    )
     config = LossConfig(name="reinforce")
     assert float(policy_loss(one, config, None, CorrectionConfig())[0].detach()) == 10.0
     bypass = replace(BYPASS, weight=WeightConfig())

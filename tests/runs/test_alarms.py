@@ -305,7 +305,12 @@ def test_what_cannot_be_read_is_refused(
 def recorded(
     folder: Path, changes: Sequence[dict[str, float]], alarms: Alarms, log: LogSection | None = None
 ) -> Path:
-    with start(folder / "run", Config(log=log or LogSection()), 99, alarms=alarms) as recorder:
+    with start(
+        folder / "run",
+        Config(log=log or LogSection()),
+        99,
+        alarms=alarms,
+    ) as recorder:
         for line in steps(changes):
             recorder.log(int(line["progress/step"]), line)
             if alarms.stop:
@@ -315,7 +320,11 @@ def recorded(
 
 
 def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
-    changes = [*[{ESS: 0.4}] * 6, *[{}] * 6, *[{"reward/errors": 60.0}] * 4]
+    changes = [
+        *[{ESS: 0.4}] * 6,
+        *[{}] * 6,
+        *[{"reward/errors": 60.0}] * 4,
+    ]
     run = recorded(tmp_path, changes, Alarms(), LogSection(wandb=Wandb.offline))
     text = (run / "logs/attempt_1/driver.log").read_text()
     assert text.count("alarm    ess: 0.4") == 1

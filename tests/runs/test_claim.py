@@ -177,7 +177,11 @@ def test_a_refusal_names_who_holds_the_directory(run_folder: Path, holder: Holde
 def test_the_ranks_hold_the_lock_too(run_folder: Path) -> None:
     run, _ = claim(run_folder)
     assert run.lock is not None
-    rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[run.lock.fileno()])
+    rank = subprocess.Popen(
+        ["cat"],
+        stdin=subprocess.PIPE,
+        pass_fds=[run.lock.fileno()],
+    )
     run.lock.close()
     with pytest.raises(RunDirectoryUsed, match="goes on"):
         claim(run_folder, IfExists.archive)

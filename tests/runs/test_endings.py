@@ -120,7 +120,11 @@ def test_a_directory_that_goes_away(tmp_path: Path, run_folder: Path, moved: boo
     "a run is asked to end after its step", "its status says that it did not finish, where and why"
 )
 def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
-    cases = ((1, True, "stopped"), (3, True, "finished"), (1, False, "finished"))
+    cases = (
+        (1, True, "stopped"),
+        (3, True, "finished"),
+        (1, False, "finished"),
+    )
     for name, (steps, asked, state) in zip("abc", cases, strict=True):
         with start(tmp_path / name) as recorder:
             recorder.log(steps, {})

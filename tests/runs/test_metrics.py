@@ -83,7 +83,12 @@ def test_what_a_run_comes_to(tmp_path: Path):
         "time/step",
         *(f"rollout_corr/rollout_{name}" for name in ("is_eff_sample_size", "rs_masked_fraction")),
     )
-    steps = [(0, 90.0, 0.1, 0.9), (1, 3.0, 0.8, 0.0), (2, 2.0, 0.9, 0.5), (3, 7.0, 1.0, 0.1)]
+    steps = [
+        (0, 90.0, 0.1, 0.9),
+        (1, 3.0, 0.8, 0.0),
+        (2, 2.0, 0.9, 0.5),
+        (3, 7.0, 1.0, 0.1),
+    ]
     lines = write_lines(
         tmp_path / "metrics.jsonl", [dict(zip(names, step, strict=True)) for step in steps]
     )

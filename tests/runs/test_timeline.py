@@ -19,7 +19,12 @@ def lanes(tmp_path: Path) -> Path:
         ]
         lines.append(
             encode_spans(
-                step, [*sampler, Span("update", step + 0.2, step + 0.9), Span("other", 0, 1)]
+                step,
+                [
+                    *sampler,
+                    Span("update", step + 0.2, step + 0.9),
+                    Span("other", 0, 1),
+                ],
             )
         )
     path = tmp_path / "lanes.jsonl"

@@ -81,7 +81,12 @@ def test_what_cannot_have_been_sampled(lie: str) -> None:
 )
 def test_garbage(content: bytes) -> None:
     async def use(engine: EngineClient) -> None:
-        asked = [generate(engine), engine.update("abort"), engine.update("finish"), engine.status()]
+        asked = [
+            generate(engine),
+            engine.update("abort"),
+            engine.update("finish"),
+            engine.status(),
+        ]
         said = await asyncio.gather(*asked, return_exceptions=True)
         assert {type(one) for one in said} == {EngineGone}
         assert all(str(one).startswith(NAME) and len(str(one)) < 400 for one in said)

@@ -61,7 +61,14 @@ def run(
 
 
 def jobs(*numbers: int) -> list[Job]:
-    return [Job(number, Prompt(number, (number,), "", {}), 10 * number) for number in numbers]
+    return [
+        Job(
+            number,
+            Prompt(number, (number,), "", {}),
+            10 * number,
+        )
+        for number in numbers
+    ]
 
 
 async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
@@ -141,7 +148,12 @@ def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_take
 def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no_other():
     served, updated = [3, 4], lambda: served[-1] == 5
     one = replica("one", version=4, once=updated)
-    other = replica("other", version=4, once=updated, lie=((3, 1), (5, 1)))
+    other = replica(
+        "other",
+        version=4,
+        once=updated,
+        lie=((3, 1), (5, 1)),
+    )
 
     async def update(dispatcher, gone):
         await until(lambda: one.engine.asked and other.engine.asked)
@@ -270,7 +282,11 @@ def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_mean
     # as many deaths as tries, all over one prompt, and the prompt itself is suspected
     deaths=st.lists(st.one_of(st.none(), st.integers(1, 6)), max_size=TRIES - 1),
     added=st.lists(st.integers(0, 8), min_size=1, max_size=6),
-    pauses=st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=TRIES, max_size=TRIES),
+    pauses=st.lists(
+        st.sampled_from([0.0, 0.001, 0.003]),
+        min_size=TRIES,
+        max_size=TRIES,
+    ),
     max_sequences=st.integers(1, 12),
 )
 def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(

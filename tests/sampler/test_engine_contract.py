@@ -44,7 +44,15 @@ class Subject:
         version: int | None = None,
     ):
         served = self.version if version is None else version
-        return self.run(self.engine.generate(tokens, PARAMS, seed, version=served, patient=patient))
+        return self.run(
+            self.engine.generate(
+                tokens,
+                PARAMS,
+                seed,
+                version=served,
+                patient=patient,
+            )
+        )
 
     @property
     def version(self) -> int:

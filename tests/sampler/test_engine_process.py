@@ -69,7 +69,12 @@ def test_a_server_s_workers_stay_on_its_share_of_the_cores(monkeypatch):
 
 
 def test_cores_are_divided(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4}, raising=False)
+    monkeypatch.setattr(
+        os,
+        "sched_getaffinity",
+        lambda _: {0, 1, 2, 3, 4},
+        raising=False,
+    )
     monkeypatch.setattr(sys, "platform", "linux")
     assert [share_of_cores(i, 2) for i in range(2)] == ["0,1", "2,3"]
     assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
@@ -95,7 +100,12 @@ def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool)
 
 
 @pytest.mark.parametrize(
-    ("given", "engines", "wanted"), [(None, 1, None), ("4,5", 1, "4,5"), ("4,5", 2, None)]
+    ("given", "engines", "wanted"),
+    [
+        (None, 1, None),
+        ("4,5", 1, "4,5"),
+        ("4,5", 2, None),
+    ],
 )
 def test_a_server_by_itself_takes_no_gpus_of_the_run_s_own(given, engines, wanted):
     assert serve.own_devices(SamplerSection(devices=given, engines=engines)) == wanted

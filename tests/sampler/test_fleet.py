@@ -66,7 +66,16 @@ def far(live, tmp_path_factory) -> Iterator[Sampler]:
 
 
 def essence(rollouts: list[Rollout]) -> list[tuple]:
-    return [(r.group, r.sample, r.token_ids, r.finish_reason, r.format) for r in rollouts]
+    return [
+        (
+            r.group,
+            r.sample,
+            r.token_ids,
+            r.finish_reason,
+            r.format,
+        )
+        for r in rollouts
+    ]
 
 
 def sets(rollout: Rollout) -> list[set[int]]:

@@ -42,7 +42,11 @@ def by_socket(use: Callable[[EngineClient, Channel], Awaitable[Any]]) -> None:
 @pytest.mark.parametrize(("ours", "said"), [(True, "it was closed"), (False, "its process ended")])
 def test_the_end_reaches_everybody_once(ours: bool, said: str) -> None:
     async def use(engine: EngineClient, theirs: Channel) -> None:
-        waiting = [engine.call("ask", {}), engine.call("ask", {}), generate(engine)]
+        waiting = [
+            engine.call("ask", {}),
+            engine.call("ask", {}),
+            generate(engine),
+        ]
         asked = asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.to_thread(theirs.receive, 60)
         await engine.close() if ours else theirs.close()

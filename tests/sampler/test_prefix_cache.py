@@ -18,7 +18,12 @@ pytestmark = pytest.mark.engine
 BLOCK = 32
 LENGTH = 40
 SAMPLES = 8
-PROMPT = Prompt(0, tuple(3 + 7 * place % 90 for place in range(LENGTH)), "", {})
+PROMPT = Prompt(
+    0,
+    tuple(3 + 7 * place % 90 for place in range(LENGTH)),
+    "",
+    {},
+)
 PARAMS = SamplingParams(samples=SAMPLES, max_tokens=20)
 
 

@@ -67,7 +67,18 @@ def test_three_looks_without_an_answer():
     "it stays; the screen says that it is slow, and that it is back",
 )
 def test_two_looks_are_no_death():
-    reason, notes = watched(HUNG, HUNG, FINE, HUNG, FINE, HUNG, HUNG, BUSY, FINE, FINE)
+    reason, notes = watched(
+        HUNG,
+        HUNG,
+        FINE,
+        HUNG,
+        FINE,
+        HUNG,
+        HUNG,
+        BUSY,
+        FINE,
+        FINE,
+    )
     assert reason == ""
     assert notes == [SLOW_NOTE.format(HUNG.slow), "server 0 answers again"] * 2
 
@@ -109,7 +120,12 @@ def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves
         assert not one.ready, "an update may be on its way"
         state.updating.release()
         await coming
-        assert (one.ready, one.version, one.engine.version, one.cache_tokens) == (True, 4, 4, 20)
+        assert (
+            one.ready,
+            one.version,
+            one.engine.version,
+            one.cache_tokens,
+        ) == (True, 4, 4, 20)
         assert one.engine.events == [
             f"server 0: {step}" for step in ("forget", "init", "start", "stage", "finish")
         ]

@@ -42,7 +42,12 @@ class Run(Live):
 
     def update(self, seed: int, fault: Any = None) -> str | None:
         """The next version; why it was not sent."""
-        shards = local_parameters(self.model.weights(seed), shape_of(self.model), Layout(), Place())
+        shards = local_parameters(
+            self.model.weights(seed),
+            shape_of(self.model),
+            Layout(),
+            Place(),
+        )
         sent = self.push.send(self.version + 1, shards)
         if sent.failure:
             self.push.forget(self.version + 1)
@@ -73,7 +78,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(vllm_push, "NCCLTrainerInitInfo", partial(unpacked, packed=False))
     model = make_model(tmp_path / "hf", True)
     settings = replace(make_settings(engines=2), transport=Transport.nccl)
-    source = ShardSource(Model(shape_of(model), Layout(), {}), ShardGroups(), Format.none)
+    source = ShardSource(
+        Model(shape_of(model), Layout(), {}),
+        ShardGroups(),
+        Format.none,
+    )
     sampler = Sampler(
         settings, model.folder, tmp_path, worker_extension="gloo_receiver.GlooExtension"
     )
@@ -130,7 +139,11 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     named = {"names": ["w"], "dtype_names": ["int8"], "shapes": [[2, 3]]}
     handle = torch.Tensor, torch.Size([6]), (1,), 0, torch.int8, b"h" * 64, None, True
     packed = named | {"ipc_handles": wire.encode_handles({"GPU-1": handle}), "tensor_sizes": [6]}
-    announced = wire.Announcement(1, "int8", (wire.TensorSpec("w", "int8", (2, 3)),))
+    announced = wire.Announcement(
+        1,
+        "int8",
+        (wire.TensorSpec("w", "int8", (2, 3)),),
+    )
     around = announced.message(), wire.Seal(1, {"w": (-1, 2**62)}).message(), {wire.ABANDON: "why"}
     for engine, init, update in (
         (CheckedNCCL, told[1], named),

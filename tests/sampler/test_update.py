@@ -133,7 +133,13 @@ def test_what_one_engine_refuses_is_loaded_by_none(step):
     run(use)
     assert sorted(events[-2:]) == ["engine 0: abort", "engine 1: abort"]
     assert all(
-        (one.ready, one.version, one.engine.version, one.engine.staged) == (True, 0, 0, None)
+        (
+            one.ready,
+            one.version,
+            one.engine.version,
+            one.engine.staged,
+        )
+        == (True, 0, 0, None)
         for one in replicas
     )
 

@@ -26,7 +26,11 @@ SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
 def test_shellcheck_finds_nothing() -> None:
-    scripts = [*SHELL, *(ROOT / "tools").rglob("*.sh"), *(ROOT / ".ci").iterdir()]
+    scripts = [
+        *SHELL,
+        *(ROOT / "tools").rglob("*.sh"),
+        *(ROOT / ".ci").iterdir(),
+    ]
     tool = Path(sys.executable).with_name("shellcheck")
     found = subprocess.run(
         [tool, "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True

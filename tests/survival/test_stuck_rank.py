@@ -61,7 +61,16 @@ def main(rank: int, folder: Path) -> None:
 def test_a_stuck_rank(tmp_path: Path) -> None:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
     ranks = [
-        Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)
+        Process(
+            "torch",
+            [
+                sys.executable,
+                __file__,
+                str(rank),
+                str(tmp_path),
+            ],
+        )
+        for rank in range(2)
     ]
     try:
         watch = Watch(tmp_path, 4.0)

@@ -123,7 +123,11 @@ def test_who_stays_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
     run.beat(0, children=[{"name": "engine", "pid": process.pid}])
     assert run.looks(10) == ["engine stopped"]
     assert not run.watch.blocking
-    run.beat(0, children=[{"name": "engine", "pid": process.pid}], waits=WAITS)
+    run.beat(
+        0,
+        children=[{"name": "engine", "pid": process.pid}],
+        waits=WAITS,
+    )
     run.looks(LIMIT_S)
     assert run.look() is None
     run.looks(int(MARGIN_S))

@@ -97,13 +97,32 @@ def library(path: Path, *codes: tuple[int, int, int, bytes]) -> Path:
     """An ELF file with one fat binary (kind, architecture, flags, code) and a symbol table."""
     entries = b""
     for kind, arch, flags, code in codes:
-        entries += struct.pack("<HHIQ12xI8xQ16x", kind, 0x101, 64, len(code), arch, flags) + code
+        entries += (
+            struct.pack(
+                "<HHIQ12xI8xQ16x",
+                kind,
+                0x101,
+                64,
+                len(code),
+                arch,
+                flags,
+            )
+            + code
+        )
     fatbin = strip_fatbin.MAGIC + struct.pack("<Q", len(entries)) + entries
     names = b"\0.symtab\0"
     content = fatbin.ljust(8192, b"\0") + b"symbols!" + names
     header = struct.pack("<4s36xQ10xHHH", b"\x7fELF", 64 + len(content), 64, 2, 1)
     symbols = struct.pack("<IIQQQQ24x", 1, 2, 0, 0, 64 + 8192, 8)
-    section_names = struct.pack("<IIQQQQ24x", 0, 3, 0, 0, 64 + 8200, len(names))
+    section_names = struct.pack(
+        "<IIQQQQ24x",
+        0,
+        3,
+        0,
+        0,
+        64 + 8200,
+        len(names),
+    )
     path.write_bytes(header + content + symbols + section_names)
     return path
 
@@ -112,7 +131,11 @@ def test_code_of_the_wanted_architecture_is_kept(tmp_path: Path) -> None:
     ptx = strip_fatbin.PTX
     elf = strip_fatbin.ELF
     variant = strip_fatbin.VARIANT_A
-    codes = ((elf, 80, 0, b"for80"), (elf, 90, variant, b"for90a"), (ptx, 90, 0, b"text90"))
+    codes = (
+        (elf, 80, 0, b"for80"),
+        (elf, 90, variant, b"for90a"),
+        (ptx, 90, 0, b"text90"),
+    )
     path = library(tmp_path / "a.so", *codes)
     size = path.stat().st_size
     assert strip_fatbin.strip(path, 90) == strip_fatbin.Bytes(kept=6, dropped=11, symbols=8)
@@ -121,7 +144,12 @@ def test_code_of_the_wanted_architecture_is_kept(tmp_path: Path) -> None:
     found = [text for text in (b"for90a", b"for80", b"text90", b"symbols!") if text in content]
     assert found == [b"for90a"]
     # where there is no machine code for it, the newest that a driver compiles
-    path = library(tmp_path / "b.so", codes[0], (ptx, 70, 0, b"t70"), (ptx, 80, 0, b"t80"))
+    path = library(
+        tmp_path / "b.so",
+        codes[0],
+        (ptx, 70, 0, b"t70"),
+        (ptx, 80, 0, b"t80"),
+    )
     whole = path.read_bytes()
     assert strip_fatbin.strip(path, 90).kept == 3
     assert b"t80" in path.read_bytes()

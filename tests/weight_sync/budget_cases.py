@@ -147,7 +147,11 @@ def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
     )
     given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
     budget = about.budget_of(format).nats
-    found = {"noise": about.noise, "budget": budget, "d": probe.compare(*given, budget).mean_abs}
+    found = {
+        "noise": about.noise,
+        "budget": budget,
+        "d": probe.compare(*given, budget).mean_abs,
+    }
     found |= {"expected": about.expected, "unexplained": about.unexplained}
     try:
         probe.check(*given, format, about)

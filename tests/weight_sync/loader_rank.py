@@ -128,7 +128,13 @@ def load(case: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
     config = model_config(case)
     shape = ModelShape.from_hf(config)
     hf = random_hf(shape)
-    sources, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
+    sources, yielded = run_sources(
+        hf,
+        shape,
+        Layout(tp=2),
+        format,
+        ignore=("lm_head",),
+    )
     (folder / "config.json").write_text(json.dumps(config))
     engine = write_engine_folder(folder, folder / "engine", QuantizationSection(format=format))
     arguments = EngineArgs(

@@ -28,7 +28,11 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-@given(st.integers(0, 300), st.integers(0, 2**31), st.floats(0, 0.4))
+@given(
+    st.integers(0, 300),
+    st.integers(0, 2**31),
+    st.floats(0, 0.4),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_patch_turns_the_old_bytes_into_the_new(size: int, seed: int, fraction: float) -> None:
     generator = np.random.default_rng(seed)
@@ -66,7 +70,13 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     entirely or not at all.
     """
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randint(-127, 127, (64, 48), dtype=torch.int8, generator=generator)
+    weight = torch.randint(
+        -127,
+        127,
+        (64, 48),
+        dtype=torch.int8,
+        generator=generator,
+    )
     for past in range(1, version + 1):
         generator.manual_seed(past)
         rows, columns = torch.randint(0, 48, (2, 20), generator=generator)
@@ -124,5 +134,11 @@ def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) ->
     assert transport.spare_bytes(tmp_path) == 64 * 48
     (second,) = write(1, 10).glob("*.bin")
     assert (second.stat().st_ino, second.stat().st_size) == (inode, 480)
-    staged = stage(tmp_path, 1, 1, {NAME: TensorSpec(NAME, "int8", (10, 48))}, 0)
+    staged = stage(
+        tmp_path,
+        1,
+        1,
+        {NAME: TensorSpec(NAME, "int8", (10, 48))},
+        0,
+    )
     assert bool((staged.tensors[NAME] == 1).all())

@@ -32,7 +32,11 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     columns = torch.arange(40.0).reshape(5, 8).bfloat16()
     rows[7, 3] = version
     columns[2, 6] = version
-    return {ROWS: rows, COLUMNS: columns, "norm.weight": torch.full((5,), 1.0 + version)}
+    return {
+        ROWS: rows,
+        COLUMNS: columns,
+        "norm.weight": torch.full((5,), 1.0 + version),
+    }
 
 
 def read(folder: Path, version: int = 0, shards: dict[str, Shard] | None = None) -> Staged:

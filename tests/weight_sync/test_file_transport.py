@@ -158,7 +158,15 @@ def staged_patch(directory: Path) -> Staged:
     big = torch.arange(4096, dtype=torch.int32).view(torch.int8).reshape(64, 256)
     versions = [{"big": big.index_fill(0, torch.tensor(0), first)} for first in (3, 5)]
     write_chain(directory, versions, first=6, sent=Sent())
-    return checked(stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5))
+    return checked(
+        stage(
+            directory,
+            7,
+            1,
+            {"big": TensorSpec.of("big", big)},
+            5,
+        )
+    )
 
 
 def flip_all(path: Path) -> None:

@@ -75,7 +75,16 @@ def check(
 
 DENSE = ["llama", "qwen2", "qwen3", "ernie4_5", "phi3"]
 DEGREES = [(1,), (2,), (4,)]  # tp, ep and etp
-EXPERT_DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2, 1), (2, 2, 2), (4, 2, 1), (4, 1), (4, 2, 2)]
+EXPERT_DEGREES = [
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (2, 2, 1),
+    (2, 2, 2),
+    (4, 2, 1),
+    (4, 1),
+    (4, 2, 2),
+]
 
 
 def matrix(families: list[str], layouts: list[tuple[int, ...]]) -> Iterator[tuple[Any, ...]]:
@@ -122,7 +131,11 @@ LONG_ROWS = config_of(
 FEW_GROUPS = hf_config("qwen2", num_key_value_heads=2)
 BIASES = hf_config("llama", attention_bias=True, mlp_bias=True)
 MORE = {
-    "rows of several blocks": (LONG_ROWS, Layout(tp=4, ep=2, etp=4, dp=2), Format.fp8_block),
+    "rows of several blocks": (
+        LONG_ROWS,
+        Layout(tp=4, ep=2, etp=4, dp=2),
+        Format.fp8_block,
+    ),
     "more ranks than query groups": (FEW_GROUPS, Layout(tp=4), Format.none),
     "more ranks than query groups, INT8": (FEW_GROUPS, Layout(tp=4), Format.int8),
     "biases everywhere": (BIASES, Layout(tp=2, pp=2), Format.int8),

@@ -126,7 +126,13 @@ def test_a_broken_learner_is_not_blamed_on_the_sampler() -> None:
 
 def test_empty_answers_are_not_a_pass() -> None:
     with pytest.raises(SyncMismatch, match="No tokens"):
-        check(logprobs(), logprobs(), torch.zeros(B, T, dtype=torch.bool), Format.none, about(1))
+        check(
+            logprobs(),
+            logprobs(),
+            torch.zeros(B, T, dtype=torch.bool),
+            Format.none,
+            about(1),
+        )
 
 
 def half_off(nats: float, versions_B: torch.Tensor, **formats: torch.Tensor) -> Batch:
@@ -142,7 +148,15 @@ def half_off(nats: float, versions_B: torch.Tensor, **formats: torch.Tensor) -> 
 
 def test_only_rows_of_the_synced_version_count() -> None:
     batch = half_off(5, torch.tensor([2] * 4 + [1] * 4))
-    assert check_formats(batch, logprobs(), [Format.none], about(2))["sync/probe_abs_diff"] == 0
+    assert (
+        check_formats(
+            batch,
+            logprobs(),
+            [Format.none],
+            about(2),
+        )["sync/probe_abs_diff"]
+        == 0
+    )
     with pytest.raises(SyncMismatch):
         check_formats(batch, logprobs(), [Format.none], about(1))
     with pytest.raises(ValueError, match=r"version 3.*\[1, 2\]"):
@@ -160,4 +174,9 @@ def test_a_mixed_fleet_is_probed_format_by_format() -> None:
     assert metrics["sync/probe_abs_diff"] == metrics["sync/probe_abs_diff/int8"]
     assert metrics["sync/probe_budget"] == 0.08
     with pytest.raises(SyncMismatch, match="none"):
-        check_formats(replace(batch, formats_B=formats_B.flip(0)), logprobs(), both, about(0))
+        check_formats(
+            replace(batch, formats_B=formats_B.flip(0)),
+            logprobs(),
+            both,
+            about(0),
+        )

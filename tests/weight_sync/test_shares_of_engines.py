@@ -26,7 +26,12 @@ def test_bytes_that_move_are_those_of_the_plan(kind: str) -> None:
         "--hidden",
         "256",
     ]
-    done = subprocess.run([*bench, "--kinds", kind], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [*bench, "--kinds", kind],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = json.loads(done.stdout.splitlines()[-1])
     assert max(row["written"]) == row["planned_write"]

@@ -60,9 +60,21 @@ ANNOUNCED = Announcement(
     ("sealed", "arrived", "message"),
     [
         (Seal(8, {}), {}, "policy version 8, version 7"),
-        (Seal(7, {"a": (1, 2), "b": (3, 4)}), {"a": (1, 2)}, "missing tensor b"),
-        (Seal(7, {"a": (1, 2), "b": (3, 4)}), {"a": (1, 2), "b": (3, 5)}, "corrupt tensor b"),
-        (Seal(7, {}), {"a": (1, 2), "b": (3, 4), "c": (5, 6)}, "unexpected tensor c"),
+        (
+            Seal(7, {"a": (1, 2), "b": (3, 4)}),
+            {"a": (1, 2)},
+            "missing tensor b",
+        ),
+        (
+            Seal(7, {"a": (1, 2), "b": (3, 4)}),
+            {"a": (1, 2), "b": (3, 5)},
+            "corrupt tensor b",
+        ),
+        (
+            Seal(7, {}),
+            {"a": (1, 2), "b": (3, 4), "c": (5, 6)},
+            "unexpected tensor c",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(sealed, arrived, message):

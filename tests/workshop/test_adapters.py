@@ -259,7 +259,11 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
     make = load(f"{ADAPTERS}.verifiers:Agent").agent
     assert make is not None
     playing = make(name="sums", arguments={"hard": True}, python=sys.executable)
-    rows = ({"index": 0}, {"prompt": "", "answer": "7"}, {"prompt": "", "answer": "x"})
+    rows = (
+        {"index": 0},
+        {"prompt": "", "answer": "7"},
+        {"prompt": "", "answer": "x"},
+    )
 
     async def run() -> list[Any]:
         asked = [playing("http://127.0.0.1:1/v1", row) for row in rows]

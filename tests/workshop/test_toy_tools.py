@@ -68,8 +68,22 @@ def test_a_rendered_call_has_the_tokens_of_a_sampled_one(
 ) -> None:
     question, call, _ = rows(folder, "read")[0]["prompt"]
     sampled = tokenizer.encode(f"{CALL_START}{question['content']}{CALL_END}")
-    before = tokenizer.encode(tokenizer.render([question], {}, tools=TOOLS, opened=True))
-    closed = tokenizer.encode(tokenizer.render([question, call], {}, tools=TOOLS, opened=False))
+    before = tokenizer.encode(
+        tokenizer.render(
+            [question],
+            {},
+            tools=TOOLS,
+            opened=True,
+        )
+    )
+    closed = tokenizer.encode(
+        tokenizer.render(
+            [question, call],
+            {},
+            tools=TOOLS,
+            opened=False,
+        )
+    )
     assert closed[: len(before) + len(sampled)] == before + sampled
     assert closed[len(before) + len(sampled)] in tokenizer.stop_token_ids
     assert len(sampled) == len(question["content"]) + 2

@@ -112,7 +112,13 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
     assert "-0.030" in words[-1]
     assert words[0].startswith("Take one of good and near")
     alone = replace(good, labels=("t", "good"))
-    more = compared(good, near, bad, alone, cell("t", "near", areas=(0.7,), state="failed"))
+    more = compared(
+        good,
+        near,
+        bad,
+        alone,
+        cell("t", "near", areas=(0.7,), state="failed"),
+    )
     assert "shortest steps" in recommendation(more), "failed runs take no time"
 
 
@@ -180,7 +186,13 @@ def test_the_curves_of_recorded_runs(recorded):
 
 def test_each_place_has_a_chart_beside_the_reference():
     seeds = tuple(
-        Result("run", seed, "finished", {}, {ACCURACY: Series([0, 9], [0.1, 0.2])})
+        Result(
+            "run",
+            seed,
+            "finished",
+            {},
+            {ACCURACY: Series([0, 9], [0.1, 0.2])},
+        )
         for seed in (1, 2)
     )
     places = [(place, label) for place in "stuv" for label in ("x", "y")]

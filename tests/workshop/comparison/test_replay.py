@@ -85,7 +85,13 @@ def test_what_cannot_be_replayed_is_said(run, tmp_path, capsys):
     with pytest.raises(Exception, match="anchor sampler"):
         replay([], {"bypass": CorrectionConfig(anchor=Anchor.sampler)}, AdvantageConfig())
     config = make_config()
-    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 1, quiet(1))
+    recorder = Recorder(
+        config.log,
+        make_yaml(config, "run"),
+        tmp_path / "run",
+        1,
+        quiet(1),
+    )
     assert main([str(tmp_path / "run")]) == 2
     assert "no recorded steps" in capsys.readouterr().err
     recorder.rollouts(1, make_scored(4)[0])

@@ -27,7 +27,13 @@ def logged(folder: Path, name: str, correction: str, last: float) -> Path:
     """A run of two steps that logs offline."""
     (folder / "base.yaml").write_text("log: {wandb: offline}\n")
     text = to_yaml(load(folder / "base.yaml", [correction, f"run.name={name}"]))
-    with Recorder(LogSection(wandb=Wandb.offline), text, folder / name, 2, quiet(2)) as recorder:
+    with Recorder(
+        LogSection(wandb=Wandb.offline),
+        text,
+        folder / name,
+        2,
+        quiet(2),
+    ) as recorder:
         recorder.log(0, {"eval/accuracy": 0.25})
         for step in (1, 2):
             recorder.log(step, {"eval/accuracy": last, "rollout_corr/k3_kl": 0.01})
@@ -133,5 +139,12 @@ def test_one_run_of_the_group_holds_the_tables_and_the_figure(
 
 
 def test_runs_that_were_not_logged_there_leave_nothing(tmp_path: Path) -> None:
-    assert log_comparison(Comparison(GROUP, ("correction",), ()), [], tmp_path / "none") == ""
+    assert (
+        log_comparison(
+            Comparison(GROUP, ("correction",), ()),
+            [],
+            tmp_path / "none",
+        )
+        == ""
+    )
     assert not (tmp_path / "none").exists()

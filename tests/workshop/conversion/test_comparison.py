@@ -25,7 +25,11 @@ def flip_a_bit(tensor: torch.Tensor, _: dict[str, torch.Tensor]) -> torch.Tensor
 # the tensor that is wrong, the one that verify has to name, and what is in its place
 MISTAKES: list[tuple[str, str, Change]] = [
     (f"{EXPERTS}.0.up_proj.weight", "", lambda _, tensors: tensors[f"{EXPERTS}.1.up_proj.weight"]),
-    (f"{EXPERTS}.2.down_proj.weight", "", lambda tensor, _: tensor[[1, 0, *range(2, len(tensor))]]),
+    (
+        f"{EXPERTS}.2.down_proj.weight",
+        "",
+        lambda tensor, _: tensor[[1, 0, *range(2, len(tensor))]],
+    ),
     (
         f"{EXPERTS}.3.gate_proj.weight_scale",
         f"{EXPERTS}.3.gate_proj.weight",

@@ -44,14 +44,35 @@ CASES = {
     "int8 tensor": case(Naive, 8, "int", "tensor", (1,)),
     "fp8 channel": case(Naive, 8, "float", "channel", (ROWS, 1)),
     "fp8 tensor": case(Naive, 8, "float", "tensor", (1,)),
-    "fp8 block": case(Naive, 8, "float", "block", (3, 5), block_structure=[64, 64]),
+    "fp8 block": case(
+        Naive,
+        8,
+        "float",
+        "block",
+        (3, 5),
+        block_structure=[64, 64],
+    ),
     "int8 asymmetric": case(Naive, 8, "int", "channel", (ROWS, 1), symmetric=False),
-    "int4 group": case(Packed, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64),
+    "int4 group": case(
+        Packed,
+        4,
+        "int",
+        "group",
+        (ROWS, COLUMNS // 64),
+        group_size=64,
+    ),
     "int4 asymmetric": case(
         Packed, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64, symmetric=False
     ),
     "int8 packed": case(Packed, 8, "int", "channel", (ROWS, 1)),
-    "nvfp4": case(Nvfp4, 4, "float", "tensor_group", (ROWS, COLUMNS // 16), group_size=16),
+    "nvfp4": case(
+        Nvfp4,
+        4,
+        "float",
+        "tensor_group",
+        (ROWS, COLUMNS // 16),
+        group_size=16,
+    ),
 }
 
 
@@ -73,7 +94,13 @@ def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
     if not args.symmetric:
         half = 2 ** (args.num_bits - 1)
         random = torch.Generator().manual_seed(3)
-        points = torch.randint(-half, half - 1, shape, generator=random, dtype=torch.int8)
+        points = torch.randint(
+            -half,
+            half - 1,
+            shape,
+            generator=random,
+            dtype=torch.int8,
+        )
         given["weight_zero_point"] = points
     if name == "nvfp4":
         given["weight_global_scale"] = torch.tensor([37.0])

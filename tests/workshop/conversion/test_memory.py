@@ -46,7 +46,12 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
     def words(name: str, size: str) -> list[str]:
         (command, *options), source = CONVERSIONS[name]
-        return [command, str(folder / size / source), str(folder / size / f"of {name}"), *options]
+        return [
+            command,
+            str(folder / size / source),
+            str(folder / size / f"of {name}"),
+            *options,
+        ]
 
     asked = "".join(
         json.dumps([words(name, "small"), words(name, "large")]) + "\n" for name in CONVERSIONS

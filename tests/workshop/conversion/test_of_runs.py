@@ -146,7 +146,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (100, 120):
         made(folder / "steps" / str(step), config, seed=step)
         done("import", folder / "steps" / str(step), folder / "imported" / str(step))
-        leave_step(run, folder / "imported" / str(step), step, {"none": torch.zeros(1)})
+        leave_step(
+            run,
+            folder / "imported" / str(step),
+            step,
+            {"none": torch.zeros(1)},
+        )
     return folder
 
 

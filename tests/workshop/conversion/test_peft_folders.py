@@ -132,14 +132,24 @@ def test_a_folder_is_merged_as_peft_merges_it(tmp_path: Path, config: str) -> No
     held: Any = read(tmp_path, SHAPE, None)
     get = merged(HfFolder(tmp_path / "hf"), held)
     for name, before in base.items():
-        torch.testing.assert_close(get(name), its[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            get(name),
+            its[name].detach(),
+            rtol=1e-5,
+            atol=1e-6,
+            msg=name,
+        )
         assert torch.equal(get(name), before) == (name not in held.alphas), name
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Adapters of rank 4 that can be read, in a folder of their own."""
-    parts = product(("0", "1"), "kv", (("A", (4, 64)), ("B", (64, 4))))
+    parts = product(
+        ("0", "1"),
+        "kv",
+        (("A", (4, 64)), ("B", (64, 4))),
+    )
     tensors = {
         f"base_model.model.model.layers.{layer}.self_attn.{one}_proj.lora_{letter}.weight": torch.full(
             size, 0.01

@@ -97,7 +97,11 @@ def answers(folders: Path, rows: list[tuple[int, ...]]) -> dict[str, Scores | st
 
 def plain_vllm(folders: list[Path], rows: Rows) -> list[Scores | str]:
     """Logprobs of stock vLLM for each folder, or the text of its error."""
-    arguments = {"max_model_len": 2 * max(map(len, rows)), "max_num_seqs": 8, "enforce_eager": True}
+    arguments = {
+        "max_model_len": 2 * max(map(len, rows)),
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+    }
     arguments |= {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 512 << 20}
     request = {"folders": list(map(str, folders)), "rows": rows, "arguments": arguments}
     done = subprocess.run(
@@ -126,9 +130,23 @@ def by_learner(folder: Path, rows: Rows) -> Scores:
     from megatron_rl.learner.policy import Sections
 
     learner = Learner(Model.of(read_hf_config(folder), Layout()), Sections.of(Config()))
-    parts = [(row[1:], [0.0] * (len(row) - 1), written(len(row) - 1)) for row in rows]
+    parts = [
+        (
+            row[1:],
+            [0.0] * (len(row) - 1),
+            written(len(row) - 1),
+        )
+        for row in rows
+    ]
     rollouts = [
-        Rollout(Prompt(number, row[:1], "", {}), number, 0, *part, "stop", 0)
+        Rollout(
+            Prompt(number, row[:1], "", {}),
+            number,
+            0,
+            *part,
+            "stop",
+            0,
+        )
         for number, (row, part) in enumerate(zip(rows, parts, strict=True))
     ]
     with closing(learner):

@@ -30,7 +30,18 @@ class Counter(Script):
         self.params.append(params)
         self.asked += self._tokenizer.decode([list(prompt.token_ids) for prompt in prompts])
         ids = self._tokenizer.encode(str(len(prompts[0].token_ids)))
-        return [Rollout(prompts[0], 0, 0, ids, [0.0] * len(ids), [1] * len(ids), "stop", 0)]
+        return [
+            Rollout(
+                prompts[0],
+                0,
+                0,
+                ids,
+                [0.0] * len(ids),
+                [1] * len(ids),
+                "stop",
+                0,
+            )
+        ]
 
 
 def chat(tmp_path: Path, talks: bool, **sections: Any) -> tuple[Chat, Counter]:

@@ -139,7 +139,13 @@ def test_a_tool_that_ends_its_process_ends_the_conversation(tmp_path: Path) -> N
 
 
 def test_a_model_that_never_stops_calling_is_stopped(tmp_path: Path) -> None:
-    with closing(Talked(tmp_path, lambda *_: call("add", a=1), environment={"turns": 3})) as talked:
+    with closing(
+        Talked(
+            tmp_path,
+            lambda *_: call("add", a=1),
+            environment={"turns": 3},
+        )
+    ) as talked:
         assert "environment.turns: 3 answers" in talked.chat.answer(HELLO)
         assert len(talked.policy.asked) == 3
         assert "environment.turns: 3 answers" in talked.chat.answer("Go on.")
@@ -257,4 +263,8 @@ def test_a_live_engines_call_reaches_the_tool_and_ctrl_c_ends_all(tmp_path: Path
         ['-> calculate {"expression": "3*4"}', "<- 12", '-> calculate {"expression": "3*4"}'],
     ), err
     assert "Traceback" not in err
-    wait_for(lambda: not any(state_of(one.pid) not in ("", "Z") for one in below), "end of all", 60)
+    wait_for(
+        lambda: not any(state_of(one.pid) not in ("", "Z") for one in below),
+        "end of all",
+        60,
+    )

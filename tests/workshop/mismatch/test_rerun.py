@@ -34,7 +34,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("for ever", "skip", times=12),
     ]
     two = [job("two ranks", spoilt="a layer", layout={"tensor_parallel": 2})]
-    return {**cases.run_ranks(1, one, work), **cases.run_ranks(2, two, work), "work": work}
+    return {
+        **cases.run_ranks(1, one, work),
+        **cases.run_ranks(2, two, work),
+        "work": work,
+    }
 
 
 def rerun(dump: Path) -> dict[str, str]:

@@ -62,7 +62,12 @@ def test_bad_nodes_are_named(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = {"PYTHONPATH": f"{about.parent}:{ROOT}"}
-    status, names, said = looks(tmp_path, n1={}, n2={"cwd": str(elsewhere)}, n3=other)
+    status, names, said = looks(
+        tmp_path,
+        n1={},
+        n2={"cwd": str(elsewhere)},
+        n3=other,
+    )
     assert (status, names) == (2, "n3,n2\n")
     library, folder = said.splitlines()
     assert "n3: torch is 9.9" in library
@@ -138,4 +143,11 @@ def test_gpus_that_each_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = from_mapping({"learner": learner, "sampler": servers})
     nodes = ["n1", "n2", "n3", "n4"]
     assert check.wanted_gpus(config, nodes, 2) == {"n1": 8, "n2": 8, "n3": 4, "n4": 4}
-    assert check.wanted_gpus(from_mapping({"run": {"device": "cpu"}}), ["n1"], 1) == {}
+    assert (
+        check.wanted_gpus(
+            from_mapping({"run": {"device": "cpu"}}),
+            ["n1"],
+            1,
+        )
+        == {}
+    )

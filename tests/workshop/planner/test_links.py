@@ -40,7 +40,12 @@ def test_the_plan_is_what_is_yielded(format: Format) -> None:
 
 @pytest.mark.parametrize("format", [Format.none, Format.int8])
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=4, pp=2), Layout(tp=2, pp=2, ep=2, etp=2, dp=2), Layout(tp=2, ep=2, etp=1)]
+    "layout",
+    [
+        Layout(tp=4, pp=2),
+        Layout(tp=2, pp=2, ep=2, etp=2, dp=2),
+        Layout(tp=2, ep=2, etp=1),
+    ],
 )
 def test_gathers_are_what_crosses(layout: Layout, format: Format) -> None:
     """Counted where the ranks hand over; an odd vocabulary makes the last rank's share smaller."""
@@ -113,7 +118,11 @@ def test_links_by_hand() -> None:
 def test_the_bound_knows_who_holds_what() -> None:
     """A stage's weights leave its own ranks only; excess ranks hold copies of key-value heads."""
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
-    model = Model(shape, Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1), {})
+    model = Model(
+        shape,
+        Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1),
+        {},
+    )
     plan = plan_sync(model, Format.none)
     last = sum(one.tensor.nbytes for one in plan.transfers if one.stage == 1)
     assert last > plan.nbytes / 2

@@ -187,7 +187,17 @@ def test_sessions_prefill_what_their_turns_add(command: Command) -> None:
     found = {}
     for kept in ("true", "false"):
         more = f"sampler.vllm.enable_prefix_caching={kept}"
-        found[kept] = json.loads(command("plan", TOOLS, *NODE, "--json", *asked, *given, more))
+        found[kept] = json.loads(
+            command(
+                "plan",
+                TOOLS,
+                *NODE,
+                "--json",
+                *asked,
+                *given,
+                more,
+            )
+        )
     work = found["true"]["work"]
     assert work["turns"] == 3
     assert work["sampled"] == 300

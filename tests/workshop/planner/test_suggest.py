@@ -63,7 +63,12 @@ def test_suggestions_pass_a_dry_run(
 def test_no_layout_makes_a_recipe_s_step_a_tenth_faster(recipe: str) -> None:
     path = Path(RECIPE).with_name(f"{recipe}.yaml")
     config = load(path)
-    case = Case(config, read_card(config.model.path), named(str(cluster(path)[1])), Assumptions())
+    case = Case(
+        config,
+        read_card(config.model.path),
+        named(str(cluster(path)[1])),
+        Assumptions(),
+    )
     best = suggestions(case)[0].plan.time
     own = plan_case(case).time
     assert best is not None and own is not None

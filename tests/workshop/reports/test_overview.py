@@ -82,7 +82,14 @@ def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -
     for content in (
         "{",
         "[1]",
-        json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3}),
+        json.dumps(
+            {
+                "state": "running",
+                "alarms": [1, "x"],
+                "steps": "x",
+                "heartbeat": 3,
+            }
+        ),
     ):
         torn = tmp_path / "torn"
         torn.mkdir(exist_ok=True)

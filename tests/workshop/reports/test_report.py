@@ -44,7 +44,14 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     made = [
         make_run(folder, "tis_int8", steps=20),
-        make_run(folder, "none_bf16", steps=20, level=Level.none, fmt=Format.none, seed=1),
+        make_run(
+            folder,
+            "none_bf16",
+            steps=20,
+            level=Level.none,
+            fmt=Format.none,
+            seed=1,
+        ),
     ]
     assert [finish(RunDir(path)) for path in made] == [
         f"report   {path}/report.html" for path in made
@@ -123,7 +130,17 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
     none = Scored(
-        Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [float("nan")], [1], "stop", 0), reward=0.0
+        Rollout(
+            Prompt(0, (1,), "", {}),
+            0,
+            0,
+            [5],
+            [float("nan")],
+            [1],
+            "stop",
+            0,
+        ),
+        reward=0.0,
     )
     for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):
         write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
@@ -141,7 +158,11 @@ def test_the_cuts_are_shown_where_they_cut(runs):
     assert shown == [
         f"Mismatch by {name}" for name in ("probability", "position", "length", "staleness")
     ]
-    (trace,) = figures.mismatch_by([load_run(runs[0])], "staleness", "").data
+    (trace,) = figures.mismatch_by(
+        [load_run(runs[0])],
+        "staleness",
+        "",
+    ).data
     assert list(trace.x) == ["6", "16"]  # steps 10 and 20, all written by version 3
     both = figures.mismatch_by(load_runs(runs), "length", "").data
     assert [list(trace.x) for trace in both] == [["1 to 1", "2 to 3", "4 to 7", "8 to 15"]] * 2
@@ -150,7 +171,13 @@ def test_the_cuts_are_shown_where_they_cut(runs):
 
 def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
     config = make_config()
-    recorder = Recorder(config.log, make_yaml(config, "short"), tmp_path / "short", 5, quiet(5))
+    recorder = Recorder(
+        config.log,
+        make_yaml(config, "short"),
+        tmp_path / "short",
+        5,
+        quiet(5),
+    )
     recorder.log(0, {})
     recorder.close("failed", "ValueError: <no> & more")
     assert finish(recorder.run)

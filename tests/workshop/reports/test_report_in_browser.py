@@ -52,8 +52,17 @@ def hostile_run(folder: Path) -> tuple[Path, str]:
 
 
 def worded(one, text: str):
-    prompt = replace(one.rollout.prompt, text=text, row={"answer": text, "prompt": text})
-    rollout = replace(one.rollout, prompt=prompt, finish_reason=text[:300], format=text[:300])
+    prompt = replace(
+        one.rollout.prompt,
+        text=text,
+        row={"answer": text, "prompt": text},
+    )
+    rollout = replace(
+        one.rollout,
+        prompt=prompt,
+        finish_reason=text[:300],
+        format=text[:300],
+    )
     return replace(one, rollout=rollout, text=text, error=text[:500])
 
 
@@ -108,4 +117,10 @@ def opened(page: Path, profile: Path) -> str:
         f"--user-data-dir={profile}",
     ]
     words += ["--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
-    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout

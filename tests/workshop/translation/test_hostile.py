@@ -30,7 +30,11 @@ VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3
 SPECIAL = (
     "\x85\u2028\u2029\r\n\t\v\f\x1c\x1b\u202e\ufeff\xa0\x00\\\"':#-?{}[]&*!|>%@`,0123456789e._+~=< "
 )
-TEXTS = st.text(st.one_of(st.sampled_from(SPECIAL), st.characters()), min_size=1, max_size=30)
+TEXTS = st.text(
+    st.one_of(st.sampled_from(SPECIAL), st.characters()),
+    min_size=1,
+    max_size=30,
+)
 
 
 @pytest.fixture

@@ -406,7 +406,12 @@ def mistaken(name: str, source: random.Random) -> str:
     """One letter left out, put in, exchanged, or in its neighbour's place."""
     place = source.randrange(len(name))
     letter = source.choice("abcdefghijklmnopqrstuvwxyz_")
-    changes = ["", letter, letter + name[place], name[place : place + 2][::-1]]
+    changes = [
+        "",
+        letter,
+        letter + name[place],
+        name[place : place + 2][::-1],
+    ]
     kind = source.randrange(4)
     return name[:place] + changes[kind] + name[place + (2 if kind == 3 else 1) :]
 

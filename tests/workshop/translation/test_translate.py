@@ -101,7 +101,16 @@ def test_m2po(band_high: float | None) -> None:
 
 
 def loss_of(wanted: dict[str, Any], **else_: Any) -> LossConfig:
-    return from_mapping({"loss": {"clip_low": 0.2, "clip_high": 0.2, **else_, **wanted}}).loss
+    return from_mapping(
+        {
+            "loss": {
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                **else_,
+                **wanted,
+            }
+        }
+    ).loss
 
 
 @pytest.mark.parametrize(("framework", "mapping", "name", "native"), TWO_POLICIES, **IDS)
@@ -165,7 +174,16 @@ def test_verl_losses_that_divide_by_all_rows(
     )
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
     assert 0 < int(found.rejected_B.sum()) < len(mask_BT)
-    loss, _ = policy_loss(inputs_of(pi_BT, prox_BT, mu_BT, found, ADVANTAGES.double()), loss_config)
+    loss, _ = policy_loss(
+        inputs_of(
+            pi_BT,
+            prox_BT,
+            mu_BT,
+            found,
+            ADVANTAGES.double(),
+        ),
+        loss_config,
+    )
     correction = Theirs(prox_BT, mu_BT, mask_BT)
     losses_B1 = correction.average(tokens(correction, Theirs(pi_BT, prox_BT, mask_BT)))
     expected = (losses_B1 * band(1 / correction.mean, 0.8, 1.25)).sum() / len(mask_BT)
@@ -258,7 +276,11 @@ SAME: list[tuple[str, Native, Native]] = [
     # the legacy trainer puts its loss in place
     (
         "verl",
-        verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
+        verl_run(
+            {"bypass_mode": True, **verl_rs("token_k2", "1")},
+            loss="gspo",
+            use_v1=False,
+        ),
         {"bypass_mode": True, **verl_rs("token_k2", "1")},
     ),
     *(
@@ -439,7 +461,13 @@ def test_notes(framework: str, key: str, mapping: Native, other: Native) -> None
 
 
 # a row without one logprob, one whose sampler calls its token impossible, a whole one
-FAULTY_BT = torch.tensor([[-1.0, math.nan, -1.0], [-1.0, -1.0, -math.inf], [-1.0, -1.0, -1.0]])
+FAULTY_BT = torch.tensor(
+    [
+        [-1.0, math.nan, -1.0],
+        [-1.0, -1.0, -math.inf],
+        [-1.0, -1.0, -1.0],
+    ]
+)
 PROX_BT = torch.full((3, 3), -1.0)
 MASK_BT = torch.ones(3, 3, dtype=torch.bool)
 SOUND_BT = FAULTY_BT.isfinite()
@@ -509,7 +537,14 @@ def test_tokens_without_a_sampler_logprob(
 
 @pytest.mark.parametrize(
     ("framework", "mapping", "total"),
-    [("trl", {}, 0.6), ("areal", areal(level="sequence", action="clamp", upper=9.0), 0.2)],
+    [
+        ("trl", {}, 0.6),
+        (
+            "areal",
+            areal(level="sequence", action="clamp", upper=9.0),
+            0.2,
+        ),
+    ],
 )
 def test_a_token_without_a_sampler_logprob_in_a_weighted_row(
     framework: str, mapping: Native, total: float
@@ -524,9 +559,22 @@ def test_a_token_without_a_sampler_logprob_in_a_weighted_row(
 
 def answer(sample: int, versions: list[int]) -> Scored:
     tokens = len(versions)
-    given = ([1] * tokens, [-0.1 * (sample + 1)] * tokens, [1] * tokens, "stop", versions[0])
+    given = (
+        [1] * tokens,
+        [-0.1 * (sample + 1)] * tokens,
+        [1] * tokens,
+        "stop",
+        versions[0],
+    )
     return Scored(
-        Rollout(Prompt(0, (1,), "", {}), 0, sample, *given, versions=versions), float(sample)
+        Rollout(
+            Prompt(0, (1,), "", {}),
+            0,
+            sample,
+            *given,
+            versions=versions,
+        ),
+        float(sample),
     )
 
 

@@ -48,7 +48,19 @@ def test_whatever_is_handed_over_is_translated_or_refused() -> None:
     }
     words = "token sequence geometric product tis icepop mask clamp ratio kl_k1 sum 0.5_5 0.5 true null rollout 1.2,0.3"
     odd: list[Any] = [None, True, False, [], [0.5, 2.0], {}]
-    values = [*words.split(), "", *odd, 0, 1, -1, 2.0, 1e300, 5e-324, math.nan, math.inf]
+    values = [
+        *words.split(),
+        "",
+        *odd,
+        0,
+        1,
+        -1,
+        2.0,
+        1e300,
+        5e-324,
+        math.nan,
+        math.inf,
+    ]
     source = random.Random(0)
     translated = 0
     for _ in range(3000):

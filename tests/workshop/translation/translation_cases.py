@@ -61,9 +61,25 @@ def data(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mu_BT = -torch.rand(10, 6, generator=generator, dtype=torch.float64) * 3
     noise_BT = torch.randn(10, 6, generator=generator, dtype=torch.float64)
-    d_BT = 0.3 * (noise_BT + torch.randn(10, 1, generator=generator, dtype=torch.float64))
+    d_BT = 0.3 * (
+        noise_BT
+        + torch.randn(
+            10,
+            1,
+            generator=generator,
+            dtype=torch.float64,
+        )
+    )
     lengths_B = torch.randint(1, 7, (10,), generator=generator)
-    return (mu_BT + d_BT).clamp(max=-1e-3), mu_BT, torch.arange(6)[None] < lengths_B[:, None]
+    return (
+        (mu_BT + d_BT).clamp(max=-1e-3),
+        mu_BT,
+        torch.arange(6)[None]
+        < lengths_B[
+            :,
+            None,
+        ],
+    )
 
 
 def band(values: Tensor, low: float, high: float) -> Tensor:
@@ -146,7 +162,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
             verl_rs("seq_mean_k1", "0.7_1.1"),
             lambda x: (1.0, band(1 / x.mean, 0.7, 1.1)),
         ),
-        ("token_k1", verl_rs("token_k1", "0.6_1.2"), lambda x: (1.0, band(1 / x.rho, 0.6, 1.2))),
+        (
+            "token_k1",
+            verl_rs("token_k1", "0.6_1.2"),
+            lambda x: (1.0, band(1 / x.rho, 0.6, 1.2)),
+        ),
         (
             "chained",
             verl_rs("token_k2,seq_max_k3", "0.1,0.3"),
@@ -296,7 +316,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
         ),
     ],
     "areal": [
-        ("token mask", areal(upper=1.5, lower=0.7), lambda x: x.rho * band(x.rho, 0.7, 1.5)),
+        (
+            "token mask",
+            areal(upper=1.5, lower=0.7),
+            lambda x: x.rho * band(x.rho, 0.7, 1.5),
+        ),
         (
             "token clamp",
             {"actor": {"use_decoupled_loss": True, **areal(action="clamp", upper=1.2)}},
@@ -338,7 +362,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
         (
             "the product decides, the mean is clamped",
             areal(level="sequence", agg="sum", action="clamp", upper=1.1, lower=0.95),
-            lambda x: torch.where(band(x.product, 0.95, 1.1), x.mean, x.mean.clamp(0.95, 1.1)),
+            lambda x: torch.where(
+                band(x.product, 0.95, 1.1),
+                x.mean,
+                x.mean.clamp(0.95, 1.1),
+            ),
         ),
         (
             "KPop: the larger KL of the two directions",
@@ -354,7 +382,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
         ("decoupled, nothing else", {"use_decoupled_loss": True}, lambda x: x.m * 1.0),
     ],
     "slime": [
-        ("TIS", {"--use-tis": True, "--tis-clip": 1.5}, lambda x: x.rho.clamp(0, 1.5)),
+        (
+            "TIS",
+            {"--use-tis": True, "--tis-clip": 1.5},
+            lambda x: x.rho.clamp(0, 1.5),
+        ),
         (
             "CIS",
             {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.8},
@@ -465,7 +497,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
             lambda x: x.rho.clamp(max=1.2),
         ),
         ("defaults", {}, lambda x: x.rho.clamp(max=5.0)),
-        ("sequence", {"tis": {"cap": 1.1, "level": "sequence"}}, lambda x: x.mean.clamp(max=1.1)),
+        (
+            "sequence",
+            {"tis": {"cap": 1.1, "level": "sequence"}},
+            lambda x: x.mean.clamp(max=1.1),
+        ),
         (
             "icepop above the cap",
             {"tis": {"icepop_threshold": 2.0, "cap": 1.2}, "anchor_logp": "old_policy"},
@@ -556,7 +592,12 @@ TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Theirs], Tensor]]] 
         "dppo",
         prime_dppo,
     ),
-    ("prime_rl", {}, "dppo", lambda x: prime_dppo(x) + 1e-3 * x.d**2),
+    (
+        "prime_rl",
+        {},
+        "dppo",
+        lambda x: prime_dppo(x) + 1e-3 * x.d**2,
+    ),
     (
         "prime_rl",
         {"loss": {"type": "ipo", "ipo_threshold": 0.05, "kl_tau": 0.01}},
