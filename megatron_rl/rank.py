@@ -17,9 +17,10 @@ from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
+from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
 from megatron_rl.runs.causes import write_end
-from megatron_rl.runs.run_dir import LAUNCHER, RunDir
+from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.survival.attempts import REFUSED
 from megatron_rl.survival.watch import RankWatch
 
@@ -76,7 +77,8 @@ def run_rank(config: Config, run_dir: Path) -> None:
         host.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
     except Exception as error:
-        write_end(RunDir(run_dir).logs, rank, error)
+        if scratch := current():  # which the launcher reads
+            write_end(scratch, rank, error)
         raise
     finally:
         heartbeat.end()

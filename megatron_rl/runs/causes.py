@@ -2,7 +2,8 @@
 
 An exception of this project carries its advice as `hint`, and as `process` the one that failed,
 where that is another. For others a table by type has the advice. A rank that fails writes its cause
-to `logs/attempt_N/rank_N.end.json`, for the launcher.
+to `rank_N.end.json` in the run's temporary folder, for the launcher: its own may be full, read-only
+or gone.
 """
 
 from __future__ import annotations
@@ -144,24 +145,25 @@ def of_exit(code: int, process: str, log: str, out_of_memory: bool = False) -> C
     return Cause(signal_name(-code), process, log=log, advice=advice)
 
 
-def write_end(logs: Path, rank: int, error: BaseException) -> None:
+def write_end(folder: Path, rank: int, error: BaseException) -> None:
     """The last words of a rank that an exception has ended."""
-    cause = of_error(error, f"rank {rank}", log=str(logs / f"rank_{rank}.log"))
+    cause = of_error(error, f"rank {rank}")
     content = {"reason": f"{type(error).__name__}: {error}", "cause": cause.as_fields()}
     with suppress(OSError):  # its log has the traceback
-        _end_of(logs, rank).write_text(json.dumps(content), encoding="utf-8")
+        _end_of(folder, rank).write_text(json.dumps(content), encoding="utf-8")
 
 
-def read_end(logs: Path, rank: int, code: int, out_of_memory: bool) -> tuple[str, Cause]:
+def read_end(
+    folder: Path, log: Path, rank: int, code: int, out_of_memory: bool
+) -> tuple[str, Cause]:
     """Read why a rank has ended: its recorded cause, else its exit status."""
-    log = logs / f"rank_{rank}.log"
     if code > 0:
         with suppress(OSError, ValueError):
-            found = read_json(_end_of(logs, rank))
+            found = read_json(_end_of(folder, rank))
             if cause := Cause.read(found.get("cause")):
                 return str(found["reason"]), replace(cause, log=str(log))
     return describe_end(code), of_exit(code, f"rank {rank}", str(log), out_of_memory)
 
 
-def _end_of(logs: Path, rank: int) -> Path:
-    return logs / f"rank_{rank}.end.json"
+def _end_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.end.json"

@@ -58,7 +58,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
             print(moved, flush=True)
         watch = Watch(run.path, config.run.hang_timeout_s)
         ranks = RankProcesses(
-            run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch
+            run, Layout.from_config(config.learner).world, scratch.path, given, watch
         )
         try:
             status = ranks.wait()
@@ -66,9 +66,10 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
             ranks.end()
             # for the next run of this process, if there is one
             process.hold(process.STOP_AFTER_STEP)
+        failure = ranks.failure(out_of_memory=memory_kills() > kills)
     try:
         if status or read_status(run.path).get("state") not in ENDED:
-            conclude(run, ranks, kills, report)
+            conclude(run, ranks, failure, report)
         elif said := report(run):
             print(said, flush=True)
     finally:
@@ -87,11 +88,10 @@ class Failure:
 
 
 def conclude(
-    run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]
+    run: RunDir, ranks: RankProcesses, failure: Failure | None, report: Callable[[RunDir], str]
 ) -> None:
     """Write how the run ended where the driver has not, or cannot know it, and print it last."""
     said = read_status(run.path)
-    failure = ranks.failure(out_of_memory=memory_kills() > kills)
     state, reason = ending(said, ranks.stopping, failure)
     cause = Cause.read(said.get("cause"))
     if (state, reason) != (said.get("state"), said.get("reason")):
@@ -138,11 +138,12 @@ class RankProcesses:
     """Those of one attempt."""
 
     def __init__(
-        self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch
+        self, run: RunDir, count: int, scratch: Path, given: Mapping[str, str], watch: Watch
     ) -> None:
-        """`given`: variables for every rank."""
+        """`scratch`: the run's temporary folder. `given`: variables for every rank."""
         self._run = run
         self._count = count
+        self._scratch = scratch
         self._given = given
         self._watch = watch
         self._silence = Silence(run.logs)
@@ -157,10 +158,10 @@ class RankProcesses:
         for number in ENDS_WITH:
             signal.signal(number, self._on_signal)
         for rank in range(count):
-            self._processes.append(self._start(rank, store))
+            self._processes.append(self._start(rank))
         process.release(process.STOP_AFTER_STEP)
 
-    def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
         log = self.log_of(rank).open("ab")
         kept = () if rank else DRIVER_SECRETS
         inherited = without_secrets(os.environ, keep=kept)
@@ -179,7 +180,7 @@ class RankProcesses:
                 env={
                     **inherited,
                     **self._given,
-                    **rank_environment(rank, self._count, store),
+                    **rank_environment(rank, self._count, self._scratch / "store"),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
@@ -295,7 +296,8 @@ class RankProcesses:
         found = []
         for rank in self._failed:
             code = self._processes[rank].returncode
-            reason, cause = read_end(self._run.logs, rank, code, out_of_memory)
+            log = self.log_of(rank)
+            reason, cause = read_end(self._scratch, log, rank, code, out_of_memory)
             cause = replace(cause, phase=phase_of(self._run.path, rank))
             found.append(Failure(rank, f"rank {rank}: {reason}", cause))
         for one in found:

@@ -62,13 +62,15 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 SECOND_FAILS = """
+import os
+from pathlib import Path
 from megatron_rl.runs.causes import write_end
 if rank == "1":
     error = ValueError("bad")
 else:
     time.sleep(0.3)
     error = RuntimeError("Connection closed by peer [127.0.0.1]:1")
-write_end(folder / "logs" / "attempt_1", int(rank), error)
+write_end(Path(os.environ["TMPDIR"]), int(rank), error)
 print("the last line", file=sys.stderr)
 sys.exit(1)
 """
