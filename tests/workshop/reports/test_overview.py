@@ -60,7 +60,11 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("a watched run's files grow by torn pieces", "watching goes on to the run's end")
-def test_watching_a_run_whose_files_are_torn(run: Path, tmp_path: Path) -> None:
+def test_watching_a_run_whose_files_are_torn(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as its owner, who lives, would see it
+    monkeypatch.setattr("megatron_rl.workshop.reports.run_data.known_status", read_status)
     run = shutil.copytree(run, tmp_path / "mine")
     stream = io.StringIO()
     mark_status(run, "running", "")
