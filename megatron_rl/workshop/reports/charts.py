@@ -37,6 +37,7 @@ LOOK = go.layout.Template(
         "paper_bgcolor": CLEAR,
         "plot_bgcolor": CLEAR,
         "hoverlabel": {"bgcolor": "white"},
+        "modebar": {"orientation": "v", "bgcolor": CLEAR},  # beside the legend
         "legend": {
             "orientation": "h",
             "x": 0,
