@@ -75,6 +75,8 @@ class ProcessIssue:
 class Watch:
     """Hang detection; its time stands still while this process is suspended."""
 
+    launcher: int | None = None  # its process id, where it is watched too
+
     def __init__(
         self,
         run_dir: Path,
@@ -82,7 +84,6 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s`: run.hang_timeout_s."""
-        self.launcher: int | None = None  # its process id, where it is watched too
         self.issues: list[ProcessIssue] = []
         self._run_dir = run_dir
         self._timeout_s = timeout_s

@@ -45,6 +45,12 @@ def box(tmp_path: Path) -> Iterator[Box]:
         yield box
 
 
+def finish(box: Box) -> None:
+    """Train to the last step, from where the run stands."""
+    status = box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(PATIENCE_S)
+    assert status == 0, box.screen
+
+
 def begin(box: Box, *overrides: str) -> None:
     box.begin(
         *RECIPE,
@@ -97,14 +103,7 @@ def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory
     with Box(tmp_path_factory.mktemp("undisturbed")) as other:
         for name in ("data", "talk.py", "chance.py"):
             (other.folder / name).symlink_to(box.folder / name)
-        assert (
-            other.train(
-                *RECIPE,
-                *kills.RECIPE,
-                recipe="tools.yaml",
-            ).wait(PATIENCE_S)
-            == 0
-        ), other.screen
+        finish(other)
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
         assert (
             kills.strike(
@@ -116,14 +115,7 @@ def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory
             )
             is None
         )
-    assert (
-        box.train(
-            *kills.RECIPE,
-            *RECIPE,
-            recipe="tools.yaml",
-        ).wait(PATIENCE_S)
-        == 0
-    ), box.screen
+    finish(box)
     assert not kills.miscounted(box.run)
     assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
     for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):

@@ -336,7 +336,7 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
         "reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}
     }
     data = load_run(run)
-    found = [(news.alarm, steps) for news, steps in raised_alarms(data, tmp_path)]
+    found = [(news.alarm, steps) for news, steps in raised_alarms(data)]
     assert found == [("ess", "5 to 11"), ("reward_errors", "from 15")]
     html = page([data])
     assert "<h2>Alarms</h2>" in html

@@ -173,15 +173,16 @@ def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
         nothing: list[tuple[News, str]] = []
-        find = partial(raised_alarms, run)
-        for news, steps in readable(RunDir(run.path).config, find, nothing, run.unreadable):
+        for news, steps in readable(
+            RunDir(run.path).config, partial(raised_alarms, run), nothing, run.unreadable
+        ):
             rule = RULES[news.alarm]
             bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
             rows.append([name, news.alarm, steps, f"{news.value:.3g}", bound, rule.action])
     return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def raised_alarms(run: RunData, _: Path) -> list[tuple[News, str]]:
+def raised_alarms(run: RunData, _: Path | None = None) -> list[tuple[News, str]]:
     """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
     found: list[tuple[News, str]] = []
