@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Credit, Estimator
 
 if TYPE_CHECKING:
-    from megatron_rl.batch import Batch
+    from megatron_rl.batch import Share
 
 EPSILON = 1e-6
 SPREAD = 1e-6  # rewards closer than this are the same
@@ -80,26 +80,32 @@ def session_advantages(
 
 
 def turn_advantages(
-    batch: Batch, advantages_B: Tensor, keep_B: Tensor, config: AdvantageConfig, credit: Credit
+    share: Share, advantages_B: Tensor, keep_B: Tensor, config: AdvantageConfig, credit: Credit
 ) -> Tensor | None:
-    """Advantages [B, T] by the returns of turns; None if rewards are credited to whole rows.
+    """Advantages of tokens by the returns of turns; None if rewards are credited to whole rows.
 
     A turn's return takes the place of its session's reward. The baseline stays the group's mean of
     whole sessions, which is independent of a turn's actions and of when it stops. `keep_B`: the
-    rows that count in it.
+    rows that count in it. Both of all rows.
     """
+    batch = share.batch
+    table = share.all
     if batch.credit_N is None or credit == Credit.outcome:
         return None
     if credit == Credit.environment:
-        return batch.credit_BT
-    assert batch.samples_B is not None
-    counted_B = torch.isfinite(batch.rewards_B) & keep_B
+        return batch.credit_N
+    assert table.samples_B is not None
+    counted_B = torch.isfinite(table.rewards_B) & keep_B
     stands_B = counted_B & (
-        _first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B))
+        _first_rows(table.groups_B, table.samples_B, counted_B) == torch.arange(len(counted_B))
     )
-    scale_B = _reward_scale(batch.rewards_B, batch.groups_B, stands_B, config)
-    credit_BT = batch.matrix(batch.credit_N) * scale_B[:, None]
-    return (advantages_B[:, None] + credit_BT).masked_fill(~counted_B[:, None], 0.0)
+    scale_B = _reward_scale(table.rewards_B, table.groups_B, stands_B, config)
+
+    def own_N(values_B: Tensor) -> Tensor:
+        return batch.responses.at_tokens(values_B[share.own])
+
+    returns_N = own_N(advantages_B) + batch.credit_N * own_N(scale_B)
+    return returns_N.masked_fill(~own_N(counted_B), 0.0)
 
 
 def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:

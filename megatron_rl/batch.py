@@ -1,215 +1,226 @@
-"""Batch of a step: scored rollouts as packed tensors, padded by its `*_BT` properties; and the
-dataclasses made of it: `Targets`, what an optimizer update is given, and `LossInputs`, what the
-policy loss of a micro-batch is given.
+"""Batch of a step, in columns: rows of unlike lengths, the entries of one behind those of the row
+before. `Targets`, the columns that a loss reads; `Share`, the rows that a replica has of a batch.
 
-Shape suffixes: B sequences, T response positions, S positions of prompt + response (both
-right-padded), N response tokens of all rows, P tokens of all rows, L layers, K ids or experts. Of
-what has T, column 0 is the response's first.
+Shape suffixes: B rows, N response tokens of all rows, P tokens of all rows (each row's prompt, then
+its response), L layers, K ids or experts.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import format_number
+from megatron_rl.segments import Segments
 from megatron_rl.types import NO_EXPERT, Rollout, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Numbers of tokens in each row's prompt and response."""
+class Rows:
+    """Columns of ragged rows. The last letter of a column's name says what it has an entry for: each
+    row (B), response token (N), token (P) or, of the ids kept at each token, each id (K).
+    """
 
     prompt_lengths_B: Tensor  # int64
     response_lengths_B: Tensor
+    groups_B: Tensor  # int64: answers to one prompt of one draw
 
     def __len__(self) -> int:
-        return len(self.prompt_lengths_B)
+        return len(self.response_lengths_B)
 
     @property
     def lengths_B(self) -> Tensor:
         return self.prompt_lengths_B + self.response_lengths_B
 
+    @cached_property
+    def responses(self) -> Segments:
+        """The rows as segments of response tokens."""
+        return Segments.rows(self.response_lengths_B, int(self.response_lengths_B.sum()))
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The columns that there are, by name."""
+        named = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return {name: column for name, column in named if isinstance(column, Tensor)}
+
+    def rows(self, index: Tensor) -> Self:
+        """Some rows, in the order of `index`."""
+        parts: dict[str, Any] = {one.name: None for one in fields(self)}
+        return type(self)(**parts | {name: self.taken(name, index) for name in self.columns})
+
+    def taken(self, name: str, index: Tensor) -> Tensor:
+        """The rows' part of a column, in the order of `index`."""
+        column = self.columns[name]
+        if name.endswith("_B"):
+            return column[index]
+        return column.index_select(0, places_of(self.sizes(name), index))
+
+    def sizes(self, name: str) -> Tensor:
+        """Entries of a column in each row."""
+        if name.endswith("_B"):
+            return torch.ones_like(self.response_lengths_B)
+        return self.response_lengths_B if name.endswith("_N") else self.lengths_B
+
+
+def places_of(sizes_B: Tensor, index: Tensor) -> Tensor:
+    """Where the entries of some rows are in a column with so many entries for each row."""
+    taken = sizes_B[index]
+    # where each taken row begins, in the column and in the result
+    gaps = (sizes_B.cumsum(0) - sizes_B)[index] - (taken.cumsum(0) - taken)
+    return torch.repeat_interleave(gaps, taken) + torch.arange(int(taken.sum()))
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences(Lengths):
-    """Prompts and responses for a forward pass: rows of unlike lengths one after another, unpadded.
+class Table(Rows):
+    """Columns of a batch with one value a row: what every rank knows of all rows."""
 
-    A column's last letters give its entries per row: one value (B), one for each response token (N)
-    or for each token (P), or as many ids as that row's tokens were drawn among (K).
-    """
+    rewards_B: Tensor  # float32, NaN where there is no score
+    versions_B: Tensor  # int64: policy version that sampled the row, its first token
+    # int64: place of the sampler's weight format in schema.Format; -1: unknown
+    formats_B: Tensor | None = None
+    # int64: which of its group's sessions a row is of; None: each row is its own
+    samples_B: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Table):
+    """Global batch of a step, or a replica's part of it. Rows of a group are neighbours."""
 
     tokens_P: Tensor  # int32: of each row, prompt and then response
+    mask_N: Tensor  # bool: trained-on response tokens
+    sampler_logprobs_N: Tensor  # float32
     # int32: how many tokens each was drawn among, and which; None: among all
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
     # int8, int16: what the engine chose, -1 where not told; None: nowhere
     experts_PLK: Tensor | None = None
-
-    @property
-    def bare(self) -> Sequences:
-        """The inputs of a forward pass alone."""
-        parts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Sequences)}
-        return Sequences(**parts)
-
-    def rows(self, index: Tensor) -> Self:
-        if index.dtype == torch.bool:
-            index = index.nonzero().flatten()
-        parts: dict[str, Any] = {
-            one.name: self.taken(one.name, getattr(self, one.name), index) for one in fields(self)
-        }
-        return type(self)(**parts)
-
-    def taken(self, name: str, column: Tensor | None, index: Tensor) -> Tensor | None:
-        """The rows' part of a column, in the order of `index`."""
-        if column is None or name.endswith("_B"):
-            return None if column is None else column[index]
-        sizes = self.sizes(name)
-        taken = sizes[index]
-        # where each taken row begins, in the column and in the result
-        gaps = (sizes.cumsum(0) - sizes)[index] - (taken.cumsum(0) - taken)
-        places = torch.repeat_interleave(gaps, taken) + torch.arange(int(taken.sum()))
-        return column.index_select(0, places)
-
-    def sizes(self, name: str) -> Tensor:
-        """Entries of a column in each row."""
-        if not name.endswith("_K"):
-            return sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
-        assert self.kept_counts_N is not None
-        ends_N = torch.nn.functional.pad(self.kept_counts_N.long().cumsum(0), (1, 0))
-        return ends_N[self.response_lengths_B.cumsum(0)].diff(prepend=ends_N[:1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch(Sequences):
-    """Global batch of a step. Rows of a group are neighbours. Matrices with T are made lazily."""
-
-    mask_N: Tensor  # bool: trained-on response tokens
-    sampler_logprobs_N: Tensor  # float32
-    rewards_B: Tensor  # float32, NaN where there is no score
-    groups_B: Tensor  # int64
-    versions_B: Tensor  # int64: policy version that sampled the row, its first token
-    # int64: place of the sampler's weight format in schema.Format; -1: unknown
-    formats_B: Tensor | None = None
     # int32: of each token, where an update came between some; None: nowhere
     versions_N: Tensor | None = None
-    # int64: which of its group's sessions a row is of; None: each row is its own
-    samples_B: Tensor | None = None
     # int32: the turn that a token was sampled in, -1: in none; None: all in one
     turns_N: Tensor | None = None
     credit_N: Tensor | None = None  # float32: see Rollout.credit
 
-    @classmethod
-    def of_matrices(
-        cls,
-        tokens_BS: Tensor,
-        prompt_lengths_B: Tensor,
-        response_lengths_B: Tensor,
-        mask_BT: Tensor,
-        sampler_logprobs_BT: Tensor,
-        rewards_B: Tensor,
-        groups_B: Tensor,
-        versions_B: Tensor,
-        **more: Tensor | None,
-    ) -> Self:
-        """A batch from right-padded matrices."""
-        given = {"mask_BT": mask_BT, "sampler_logprobs_BT": sampler_logprobs_BT, **more}
-        lengths = {"prompt_lengths_B": prompt_lengths_B, "response_lengths_B": response_lengths_B}
-        of_rows = {"rewards_B": rewards_B, "groups_B": groups_B, "versions_B": versions_B}
-        tokens_P = flat_of(tokens_BS, prompt_lengths_B + response_lengths_B).int()
-        return cls(
-            tokens_P=tokens_P, **lengths, **of_rows, **_without_padding(given, response_lengths_B)
-        )
+    def sizes(self, name: str) -> Tensor:
+        if name.endswith("LK"):
+            return self.lengths_B
+        if name.endswith("_K"):
+            return self.kept_sizes_B
+        return super().sizes(name)
 
-    def with_matrices(self, **matrices: Tensor | None) -> Self:
-        """The batch with other values of each response token."""
-        return replace(self, **_without_padding(matrices, self.response_lengths_B))
-
-    def matrix(self, values_N: Tensor, fill: float = 0) -> Tensor:
-        """Values of each response token as a matrix, right-padded with `fill`."""
-        return matrix_of(values_N, self.response_lengths_B, fill)
+    @cached_property
+    def kept_sizes_B(self) -> Tensor:
+        """Entries of `kept_ids_K` in each row."""
+        assert self.kept_counts_N is not None
+        return self.responses.sum(self.kept_counts_N.double()).long()
 
     @property
-    def tokens_BS(self) -> Tensor:
-        return matrix_of(self.tokens_P, self.lengths_B).long()
+    def table(self) -> Table:
+        return Table(**{one.name: getattr(self, one.name) for one in fields(Table)})
+
+    @cached_property
+    def turns(self) -> Segments | None:
+        """The turns as segments of response tokens."""
+        return None if self.turns_N is None else Segments.turns(self.turns_N, self.responses)
 
     @property
-    def mask_BT(self) -> Tensor:
-        return self.matrix(self.mask_N)
-
-    @property
-    def sampler_logprobs_BT(self) -> Tensor:
-        return self.matrix(self.sampler_logprobs_N)
-
-    @property
-    def versions_BT(self) -> Tensor | None:
-        if self.versions_N is None:
-            return None
-        return self.matrix(self.versions_N).long()
-
-    @property
-    def token_versions_BT(self) -> Tensor:
+    def token_versions_N(self) -> Tensor:
+        """int64: the policy version that each token was sampled by."""
         if self.versions_N is not None:
-            return self.matrix(self.versions_N).long()
-        return self.versions_B[:, None].expand(
-            len(self), max((1, *self.response_lengths_B.tolist()))
-        )
-
-    @property
-    def turns_BT(self) -> Tensor | None:
-        if self.turns_N is None:
-            return None
-        return self.matrix(self.turns_N, -1).long()
-
-    @property
-    def credit_BT(self) -> Tensor | None:
-        if self.credit_N is None:
-            return None
-        return self.matrix(self.credit_N)
+            return self.versions_N.long()
+        return self.responses.at_tokens(self.versions_B)
 
 
-def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
-    """Rows that stand one after another as a matrix, right-padded; at least one column."""
-    lengths = lengths_B.tolist()
-    table = values.new_full((len(lengths), max((1, *lengths)), *values.shape[1:]), fill)
-    for row, part in zip(table, values.split(lengths), strict=True):
-        row[: len(part)] = part
-    return table
-
-
-def sizes_of(name: str, prompt_lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
-    """Entries of a column in each row, by the column's last letters; not for ids (_K)."""
-    if name.endswith(("_N", "_BT")):
-        return response_lengths_B
-    if name.endswith(("_P", "_PLK")):
-        return prompt_lengths_B + response_lengths_B
-    return torch.ones_like(prompt_lengths_B)
-
-
-def flat_of(matrix: Tensor, lengths_B: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-    """The rows of a right-padded matrix one after another, without its padding; or some of them,
-    with their lengths.
+@dataclass(frozen=True, kw_only=True)
+class Targets(Rows):
+    """Columns that a loss reads, beside the policy's own logprobs. Without an anchor, the loss
+    completes the weights and masks.
     """
-    chosen = matrix if rows is None else (matrix[row] for row in rows)
-    parts = [row[:length] for row, length in zip(chosen, lengths_B.tolist(), strict=True)]
-    return torch.cat([matrix.new_zeros(0, *matrix.shape[2:]), *parts])
+
+    sampler_logprobs_N: Tensor
+    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward
+    # pass gives
+    anchor_logprobs_N: Tensor | None
+    ref_logprobs_N: Tensor | None
+    advantages_B: Tensor
+    weights_N: Tensor
+    mask_N: Tensor
+    denominator_mask_N: Tensor
+    selected_N: Tensor | None = None
+    advantages_N: Tensor | None = None  # of each token; None: its row's
+    # updates since the token was sampled; for correction.anchor interpolated
+    staleness_N: Tensor | None = None
+    turns_N: Tensor | None = None  # see Batch
+
+    @cached_property
+    def turns(self) -> Segments | None:
+        return None if self.turns_N is None else Segments.turns(self.turns_N, self.responses)
 
 
-def _without_padding(columns: Mapping[str, Tensor | None], lengths_B: Tensor) -> dict[str, Any]:
-    """Columns of a batch, where some may be matrices with a value of each response token."""
-    return {
-        name.replace("_BT", "_N"): flat_of(one, lengths_B)
-        if one is not None and name.endswith("_BT")
-        else one
-        for name, one in columns.items()
-    }
+class Replicas(Protocol):
+    """The learner's replicas, each of which has some rows of a batch; all call these together."""
+
+    @property
+    def place(self) -> int: ...
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    def largest(self, values: Tensor) -> Tensor: ...
+
+    def gather(self, values: Tensor) -> list[Tensor]: ...
+
+
+class OneReplica:
+    """The only replica, which has all rows."""
+
+    place = 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        return [values]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A replica's rows of a batch, and the table of all rows."""
+
+    batch: Batch
+    all: Table
+    rows_of: Sequence[Tensor]  # of each replica: places of its rows in the table, ascending
+    replicas: Replicas = field(default_factory=OneReplica)
+    minibatches: Sequence[Tensor] = ()  # rows of the table for each update of the step
+
+    @classmethod
+    def alone(cls, batch: Batch) -> Share:
+        every = torch.arange(len(batch))
+        return cls(batch, batch.table, [every], minibatches=[every])
+
+    @property
+    def own(self) -> Tensor:
+        """int64: the places of the replica's rows in the table."""
+        return self.rows_of[self.replicas.place]
+
+    def everywhere(self, values_B: Tensor) -> Tensor:
+        """Values of the replica's rows as those of all rows, on every rank."""
+        all_B = torch.zeros(len(self.all), *values_B.shape[1:], dtype=torch.float64)
+        all_B[self.own] = values_B.double()
+        return self.replicas.sum(all_B).to(values_B.dtype)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Of these rows of the table the replica's, by their places in `batch`."""
+        return torch.isin(self.own, rows).nonzero().flatten()
 
 
 def collate(scored: Sequence[Scored]) -> Batch:
@@ -230,9 +241,9 @@ def collate(scored: Sequence[Scored]) -> Batch:
         rewards_B=torch.tensor(
             [one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32
         ),
-        groups_B=torch.tensor([one.group for one in rollouts]),
-        versions_B=torch.tensor([one.policy_version for one in rollouts]),
-        formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
+        groups_B=torch.tensor([one.group for one in rollouts], dtype=torch.int64),
+        versions_B=torch.tensor([one.policy_version for one in rollouts], dtype=torch.int64),
+        formats_B=torch.tensor([format_number(one.format) for one in rollouts], dtype=torch.int64),
         versions_N=_versions(rollouts),
         **_kept(rollouts),
         experts_PLK=_experts(rollouts),
@@ -297,60 +308,3 @@ def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
             "drawn among"
         )
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Everything a policy loss may look at; rows of one micro-batch."""
-
-    logprobs_BT: Tensor  # pi, carries the gradient
-    # p; mu where there was no prox pass for p; None: pi itself, a constant
-    anchor_logprobs_BT: Tensor | None
-    sampler_logprobs_BT: Tensor
-    ref_logprobs_BT: Tensor | None
-    entropy_BT: Tensor | None
-    advantages_B: Tensor
-    weights_BT: Tensor
-    mask_BT: Tensor
-    denominator_mask_BT: Tensor
-    prompt_ids_B: Tensor
-    selected_BT: Tensor | None = None
-    turns_BT: Tensor | None = None  # see Batch
-    advantages_BT: Tensor | None = None  # of each token; None: its row's
-    staleness_BT: Tensor | None = None  # see Targets
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Inputs of the loss beside the policy's own forward pass, for one global optimizer update.
-
-    Rows match `batch`. Without an anchor, the loss completes the weights and masks.
-    """
-
-    batch: Batch
-    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward
-    # pass gives
-    anchor_logprobs_BT: Tensor | None
-    ref_logprobs_BT: Tensor | None
-    advantages_B: Tensor
-    weights_BT: Tensor
-    mask_BT: Tensor
-    denominator_mask_BT: Tensor
-    selected_BT: Tensor | None = None
-    advantages_BT: Tensor | None = None  # of each token; None: its row's
-    # updates since the token was sampled; for correction.anchor interpolated
-    staleness_BT: Tensor | None = None
-
-    def rows(self, index: Tensor) -> Targets:
-        batch = self.batch.rows(index)
-        width = max((1, *batch.response_lengths_B.tolist()))
-        named = {name: value for name, value in vars(self).items() if name != "batch"}
-        parts: dict[str, Any] = {
-            name: value
-            if value is None
-            else value[index, :width]
-            if value.dim() == 2
-            else value[index]
-            for name, value in named.items()
-        }
-        return Targets(batch, **parts)

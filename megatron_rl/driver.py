@@ -1,20 +1,18 @@
 """Driver: rank 0's side of train.py's loop.
 
 It samples, scores, evaluates, records, decides when to save and stop, and provides samples to
-compare sampler and learner. Other ranks have a `Follower`, which returns None: the learner
-broadcasts to them.
+compare sampler and learner. Other ranks ask for its answers: rank0.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.checkpoint import checkpoints
@@ -33,15 +31,15 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
-from megatron_rl.rollout_correction.correction import Correction
+from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.console import choose
 from megatron_rl.runs.progress import Progress, SaveSchedule
-from megatron_rl.runs.record import Recorder, SilentRecorder
+from megatron_rl.runs.record import Recorder
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
 from megatron_rl.survival.stop_request import StopRequest
-from megatron_rl.types import Rollout, Scored
+from megatron_rl.types import NO_EXPERT, Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
 if TYPE_CHECKING:
@@ -49,28 +47,6 @@ if TYPE_CHECKING:
 
 PROBE_SAMPLES = 1
 CALIBRATION_PROMPTS = 64
-
-
-class Follower:
-    """Driver of every rank but the first: all its methods return None."""
-
-    def __init__(self) -> None:
-        self.recorder = SilentRecorder()
-        self.sampler = self.resumes = self.position = None
-
-    def syncing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or not hasattr(Driver, name):
-            raise AttributeError(name)
-        return lambda *_: None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class Driver:
@@ -81,6 +57,7 @@ class Driver:
         self._stack = ExitStack()
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
+        self._batch: Batch | None = None
         self._seen = SamplerStats()
         self._formats = distinct_formats(config.sampler, config.quantization)
         sampled = not config.rollout.supervised
@@ -256,7 +233,8 @@ class Driver:
         """True if this step gets a batch although the sampler refused its weights."""
         return self._batches.goes_on_without(step)
 
-    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+    def collect(self, step: int) -> dict[str, float]:
+        """Collect the step's batch, for `take_batch`; its metrics."""
         self._stop.begin(step)
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
@@ -267,15 +245,23 @@ class Driver:
         self._ordinals = collected.ordinals
         self.position = collected.ordinals[1]
         self.recorder.spans(collected.spans)
-        batch = collate(collected.scored)
-        trained_tokens = (batch.prompt_lengths_B + batch.response_lengths_B).sum()
-        metrics = {
+        self._batch, stale = without_stale(
+            collate(collected.scored), self._config.correction, step - 1
+        )
+        return {
             **collected.metrics,
-            "rollout/trained_tokens": int(trained_tokens),
+            "rollout/trained_tokens": int(self._batch.lengths_B.sum()),
             **memory_peaks(),
             **self._engine_news(),
+            **stale,
         }
-        return batch, metrics
+
+    def take_batch(self) -> Batch:
+        """The batch collected last; it is kept no longer."""
+        batch = self._batch
+        assert batch is not None
+        self._batch = None
+        return batch
 
     def _engine_news(self) -> dict[str, float]:
         """Counts of engine restarts and retried requests since the last step."""
@@ -308,19 +294,18 @@ class Driver:
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
-        """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where
+        """The experts that the engine chooses at each token, as in `Batch.experts_PLK`; None where
         it is silent.
         """
-        sequences = [
-            tokens[:length].tolist()
-            for tokens, length in zip(batch.tokens_BS, batch.lengths_B, strict=True)
-        ]
+        sequences = [part.tolist() for part in batch.tokens_P.split(batch.lengths_B.tolist())]
         with waited_for(), self._stop.waiting():
             told = self.sampler.routed_experts(sequences, layers)
         if not told:
             return None
-        chosen = [torch.tensor(one) for one in told]
-        return pad_sequence(chosen, batch_first=True, padding_value=-1)
+        chosen_PLK = torch.full((len(batch.tokens_P), *told[0].shape[1:]), NO_EXPERT)
+        for part, one in zip(chosen_PLK.split(batch.lengths_B.tolist()), told, strict=True):
+            part[: len(one)] = torch.as_tensor(one)
+        return chosen_PLK
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():
@@ -337,7 +322,7 @@ class Driver:
     def asked_to_stop(self) -> str | None:
         return self._stop.reason or self.recorder.alarms.stop
 
-    def has_time(self) -> bool | None:
+    def has_time(self) -> bool:
         return self._stop.has_time()
 
     def to_keep(
@@ -350,27 +335,30 @@ class Driver:
             about["driver"]["data"] = self._data
         return about
 
-    def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
+    def record(
+        self, step: int, columns: Mapping[str, torch.Tensor | None], advantages_B: torch.Tensor
+    ) -> None:
+        """Write the step's ledger line; and its rollouts, where there are columns of them."""
         trained = {one.rollout.group for one in self._scored}
         self.recorder.ledger(step, self._ordinals, sorted(trained))
-        every = self._config.log.record_every
-        if every == 0 or step % every:
+        if not columns:
             return
         scored = self._scorer.whole(self._scored)
-        prox_BT = correction.source.prox_logprobs_BT  # none where the sampler is the anchor
-        pieces = {}
-        for place in choose(scored, prox_BT):
-            pieces[place] = self._scorer.pieces(scored[place])
+        # none where the sampler is the anchor
+        chosen = choose(scored, columns["prox_logprobs_N"])
         self.recorder.rollouts(
             step,
             scored,
-            pieces=pieces,
-            prox_logprobs_BT=prox_BT,
-            weights_BT=correction.weights_BT,
-            mask_BT=correction.mask_BT,
+            pieces={place: self._scorer.pieces(scored[place]) for place in chosen},
             advantages_B=advantages_B,
             truths=[one.rollout.prompt.answer for one in scored],
+            **columns,
         )
+
+    def end_early(self, reason: str, kept: str) -> None:
+        """Note why the run ends here, and what it has kept if that was asked for."""
+        asked = self.asked_to_stop() is not None
+        self.recorder.end_early(f"{reason}; {kept}" if asked else reason, asked=asked)
 
     def __enter__(self) -> Self:
         return self

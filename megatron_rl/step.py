@@ -1,16 +1,17 @@
-"""Batch of a step on the driver: correction, advantages, targets of its updates, mismatch metrics.
+"""Correction, advantages and targets of a step, of a replica's rows; metrics of the mismatch, of all
+rows.
 
-Shape suffixes: B sequences, T response positions.
+Shape suffixes: B rows, N response tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from megatron_rl.advantage import turn_advantages
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Share, Targets
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.rollout_correction.breakdown import (
@@ -23,54 +24,75 @@ from megatron_rl.rollout_correction.correction import Correction, completed, cor
 
 @dataclass(frozen=True)
 class Step:
-    """A batch with its correction and its advantages."""
+    """A replica's rows with their correction, and the advantages of all rows."""
 
     config: Config
-    batch: Batch
+    share: Share
     version: int  # the learner's, before the updates
-    anchor_BT: torch.Tensor | None
+    anchor_N: Tensor | None
     correction: Correction
-    advantages_B: torch.Tensor
+    advantages_B: Tensor
+    baseline_B: Tensor  # bool: rows that count in their group's baseline
 
     @classmethod
-    def corrected(
-        cls, config: Config, batch: Batch, version: int, anchor_BT: torch.Tensor | None
-    ) -> Step:
-        correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-        return cls(config, batch, version, anchor_BT, correction, advantages_B)
+    def corrected(cls, config: Config, share: Share, version: int, anchor_N: Tensor | None) -> Step:
+        found = correct(share, anchor_N, config.correction, config.advantage)
+        return cls(config, share, version, anchor_N, *found)
 
-    def targets(self, reference_BT: torch.Tensor | None) -> Targets:
+    def targets(self, reference_N: Tensor | None) -> Targets:
         """Inputs of all updates of the step. Covariance losses select among trained tokens."""
         config = self.config
         correction = self.correction
+        batch = self.share.batch
+        own_B = correction.advantages_B
         seed = config.run.seed + self.version + 1
-        chosen = self.anchor_BT, self.advantages_B, correction.mask_BT
-        compared = self.batch, self.advantages_B, correction.baseline_keep_B(config.correction)
         return Targets(
-            batch=self.batch,
-            anchor_logprobs_BT=self.anchor_BT,
-            ref_logprobs_BT=reference_BT,
-            advantages_B=self.advantages_B,
-            weights_BT=correction.weights_BT,
-            mask_BT=correction.mask_BT,
-            denominator_mask_BT=correction.denominator_mask_BT,
-            selected_BT=select_by_covariance(*chosen, config.loss, seed),
-            advantages_BT=turn_advantages(*compared, config.advantage, config.environment.credit),
-            staleness_BT=staleness(self.batch, config.correction, self.version),
+            prompt_lengths_B=batch.prompt_lengths_B,
+            response_lengths_B=batch.response_lengths_B,
+            groups_B=batch.groups_B,
+            sampler_logprobs_N=batch.sampler_logprobs_N,
+            anchor_logprobs_N=self.anchor_N,
+            ref_logprobs_N=reference_N,
+            advantages_B=own_B,
+            weights_N=correction.weights_N,
+            mask_N=correction.mask_N,
+            denominator_mask_N=correction.denominator_mask_N,
+            selected_N=select_by_covariance(
+                self.share, self.anchor_N, own_B, correction.mask_N, config.loss, seed
+            ),
+            advantages_N=turn_advantages(
+                self.share,
+                self.advantages_B,
+                self.baseline_B,
+                config.advantage,
+                config.environment.credit,
+            ),
+            staleness_N=staleness(batch, config.correction, self.version),
+            turns_N=batch.turns_N,
         )
 
-    def finished(self, own_BT: torch.Tensor | None) -> tuple[Step, dict[str, float]]:
-        """The step after its updates, whose own pass may complete the correction; metrics of the
-        mismatch and of it.
-        """
-        step = self
-        if own_BT is not None:
-            given = self.batch, self.config.correction, self.config.advantage
-            step = replace(self, correction=completed(self.correction, own_BT, *given))
-        prox_BT = step.correction.source.prox_logprobs_BT
-        return step, {
-            **mismatch_by_format(prox_BT, self.batch),
-            **mismatch_by_age(prox_BT, self.batch, self.version),
-            **mismatch_in_sessions(prox_BT, self.batch),
-            **step.correction.metrics,
+    def completed(self, own_N: Tensor | None) -> Step:
+        """The step after its updates, whose own pass may complete the correction."""
+        if own_N is None:
+            return self
+        given = self.share, self.config.correction, self.config.advantage
+        return replace(self, correction=completed(self.correction, own_N, *given))
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the mismatch and of the correction."""
+        prox_N = self.correction.prox_logprobs_N
+        return {
+            **mismatch_by_format(prox_N, self.share),
+            **mismatch_by_age(prox_N, self.share, self.version),
+            **mismatch_in_sessions(prox_N, self.share),
+            **self.correction.metrics,
+        }
+
+    def recorded(self) -> dict[str, Tensor | None]:
+        """Columns of response tokens for the record."""
+        correction = self.correction
+        return {
+            "prox_logprobs_N": correction.prox_logprobs_N,
+            "weights_N": correction.weights_N,
+            "mask_N": correction.mask_N,
         }

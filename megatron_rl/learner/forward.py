@@ -1,12 +1,12 @@
 """Forward passes, base class of Learner: logprobs by its own weights, the reference's or re-rounded
 ones, or as the sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
-B rows of the batch, T response positions, N response tokens of a pack, L layers.
+B rows of a batch, N response tokens, S positions, L layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron_rl.learner.policy import Policy, Sections
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
-from megatron_rl.batch import Batch, flat_of
+from megatron_rl.batch import Batch, Share, places_of
 from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
 from megatron_rl.learner.modules import limits
@@ -28,10 +28,16 @@ from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.head import Asked, Scores
 from megatron_rl.learner.modules.lora import adapters_off
 from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
-from megatron_rl.learner.modules.packing import Pack, assign_rows, pack
+from megatron_rl.learner.modules.packing import (
+    Pack,
+    assign_rows,
+    costs_of,
+    micro_batches,
+    pack,
+)
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
-from megatron_rl.learner.shares import DataPlane, Shared
+from megatron_rl.learner.shares import About, DataPlane, minibatches
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.heartbeat import mark
@@ -39,14 +45,6 @@ from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
-
-
-@dataclass(frozen=True)
-class Work:
-    """A pass over some rows of a batch: the rows of each replica, and this one's packs."""
-
-    rows: list[list[int]]
-    packs: list[Pack]
 
 
 class ForwardPasses(Policy):
@@ -60,6 +58,7 @@ class ForwardPasses(Policy):
         sampler = sections.sampler
         self.rollout = sections.rollout
         self.plane = DataPlane(self.ranks)
+        self._attention = attention_share(self.model)
         self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
         self._reference: list[Tensor] = []
         self._activations = ActivationStats(self.shape, self.device)
@@ -124,16 +123,42 @@ class ForwardPasses(Policy):
         if self._as_sampler is not None:
             self._as_sampler.smoothing = smoothing
 
-    # logprobs: [B, T] float32 at rollout.temperature, 0 beyond a response
+    # batches
 
-    # on every rank; of a batch that is shared, on the driver, and nothing on the others
+    def split(self, batch: Batch | None, updates: int = 1, seed: str = "") -> Share:
+        """The replica's rows of the driver's batch, which is split into minibatches."""
+        about = self.plane.announce(batch)
+        rows_of, parts = self._assign(about, updates, seed)
+        return replace(self.plane.hand_out(batch, about, rows_of), minibatches=parts)
 
-    def logprobs(self, batch: Batch | Shared) -> Tensor:
+    def part(self, batch: Batch) -> Share:
+        """The replica's rows of a batch that every rank has."""
+        about = About.of(batch)
+        rows_of, parts = self._assign(about, 1, "")
+        mine = batch.rows(rows_of[self.place.replica])
+        return Share(mine, about.table, rows_of, self.ranks.replicas, parts)
+
+    def _assign(self, about: About, updates: int, seed: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Rows of each replica, and of each update; replicas have like shares of every update."""
+        parts = minibatches(about.table.groups_B, updates, seed)
+        costs = costs_of(about.table.lengths_B.tolist(), self._attention)
+        trained = about.trained_B.tolist()
+        rows_of: list[list[int]] = [[] for _ in range(self.layout.dp)]
+        for part in parts:
+            assigned = assign_rows(part.tolist(), costs, trained, self.layout.dp)
+            for rows, more in zip(rows_of, assigned, strict=True):
+                rows += more
+        return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in rows_of], parts
+
+    # logprobs: float32 at rollout.temperature, of the replica's response tokens; of a batch that
+    # every rank has, of all its response tokens
+
+    def logprobs(self, batch: Batch | Share) -> Tensor:
         """Logprob of every response token; measures the activations for the sampler's scales."""
         with self._activations.looking(True):
             return self._logprobs(batch)
 
-    def logprobs_unseen(self, batch: Batch | Shared) -> Tensor:
+    def logprobs_unseen(self, batch: Batch | Share) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
         with self._cache.looking(False):
             return self._logprobs(batch)
@@ -172,7 +197,7 @@ class ForwardPasses(Policy):
             return
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
-    def reference_logprobs(self, batch: Batch | Shared) -> Tensor:
+    def reference_logprobs(self, batch: Batch | Share) -> Tensor:
         """The reference policy's logprobs: its weights replace the policy's for a forward pass."""
         if self.shape.lora is not None:
             return self._logprobs_with(adapters_off(self.modules), batch)
@@ -180,7 +205,7 @@ class ForwardPasses(Policy):
         return self._logprobs_with(exchanged(parameters, self._reference), batch)
 
     def _logprobs_with(
-        self, other_weights: AbstractContextManager[None], batch: Batch | Shared
+        self, other_weights: AbstractContextManager[None], batch: Batch | Share
     ) -> Tensor:
         try:
             with other_weights:
@@ -189,13 +214,15 @@ class ForwardPasses(Policy):
         finally:
             self.weights_changed()
 
-    def _logprobs(self, batch: Batch | Shared) -> Tensor:
-        work = self._work(batch, range(len(batch)))
-        with torch.no_grad(), self.profiler.tracing("forward", len(work.packs) * len(self.chunks)):
-            results = self._run(
-                work.packs, self._asked(entropy=False), self._collect, forward_only=True
-            )
-        return self._gathered(batch, work, results)
+    def _logprobs(self, batch: Batch | Share) -> Tensor:
+        if isinstance(batch, Batch):
+            share = self.part(batch)
+            return self.plane.join(self._logprobs(share), share)
+        packs = self._packs(batch, torch.arange(len(batch.all)))
+        with torch.no_grad(), self.profiler.tracing("forward", len(packs) * len(self.chunks)):
+            asked = self._asked(entropy=False)
+            results = self._run(packs, asked, self._collect, forward_only=True)
+        return self._gathered(batch, packs, results)
 
     def _asked(self, entropy: bool = True) -> Asked:
         rollout = self.rollout
@@ -208,28 +235,17 @@ class ForwardPasses(Policy):
         )
 
     def _collect(self, mine: Pack, found: Scores) -> Tensor:
-        return mine.matrix(found.logprobs_N).cpu()
+        return found.logprobs_N.cpu()
 
-    def _gathered(self, batch: Batch | Shared, work: Work, values: Sequence[Tensor]) -> Tensor:
-        """Values of all replicas' packs: [B, T], 0 where no pack has a token."""
-        lengths = batch.response_lengths_B.tolist()
-        speaks = zip(work.packs, values, strict=True) if self.ranks.reports else ()
-        mine = {
-            row: row_T[: lengths[row]].cpu()
-            for one, values_bT in speaks
-            for row, row_T in zip(
-                one.rows, values_bT, strict=False
-            )  # a pack without rows has one of padding
-        }
-        if isinstance(batch, Shared):
-            found_N = self.plane.collect(batch, work.rows, mine)
-            if batch.whole is None or found_N is None:
-                return torch.zeros(0, 0)
-            return batch.whole.matrix(found_N)
-        values_BT = torch.zeros(len(batch), max([1, *lengths]))
-        for row, values_T in mine.items():
-            values_BT[row, : len(values_T)] = values_T
-        return self.ranks.sum(values_BT)
+    def _gathered(self, share: Share, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
+        """Values of the replica's packs, on all its ranks; 0 where no pack has a token."""
+        found_N = None
+        if self.ranks.reports:
+            found_N = torch.zeros(share.batch.responses.tokens)
+            for mine, values_N in zip(packs, values, strict=True):
+                rows = torch.tensor(mine.rows, dtype=torch.int64)
+                found_N[places_of(share.batch.response_lengths_B, rows)] = values_N.cpu()
+        return self.plane.tell(found_N, share)
 
     # what passes show
 
@@ -243,14 +259,14 @@ class ForwardPasses(Policy):
         """Largest key and value of each layer on this rank since the last call: [layer, 2]."""
         return self._cache.take()
 
-    def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
-        """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1:
+    def router_flips(self, batch: Batch, chosen_PLK: Tensor) -> dict[str, float]:
+        """The share of tokens of which some expert differs from `chosen_PLK` (the engine's; -1:
         none), by layer and in all.
         """
         if self._replay is None:
             return {}
         with self._replay.comparing() as counts_L3:
-            self.logprobs_unseen(replace(batch, experts_PLK=flat_of(chosen_BSLK, batch.lengths_B)))
+            self.logprobs_unseen(replace(batch, experts_PLK=chosen_PLK))
         _, tokens_L, flips_L = self.ranks.sum(counts_L3).t().tolist()
         if not any(tokens_L):
             return {}
@@ -274,32 +290,16 @@ class ForwardPasses(Policy):
 
     # packs
 
-    def _work(self, batch: Batch | Shared, rows: Sequence[int]) -> Work:
-        """Some rows' micro-batches: this replica's, and which rows all of them have."""
-        groups = self._assigned(batch, rows)
-        of_replicas = [[row for group in share for row in group] for share in groups]
-        share = self.plane.read(batch, of_replicas)
-        multiple = limits.pack_multiple(self.learner)
-        cp = self.layout.cp
-        packs = []
-        for mine in groups[self.place.replica]:
-            one = pack(share.sequences, share.at(mine), multiple, mine, cp)
-            if cp > 1:
-                one = split(one, self.place.cp, cp)
-            # the driver has the choices of all stages' layers
-            chosen_SLK = one.experts_SLK
-            if chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers):
-                one = replace(one, experts_SLK=chosen_SLK[:, self.own_layers])
-            packs.append(one.to(self.device))
-        return Work(of_replicas, packs)
-
-    def _assigned(self, batch: Batch | Shared, rows: Sequence[int]) -> list[list[list[int]]]:
-        """The batch's rows of each replica, by micro-batch."""
-        lengths = batch.lengths_B.tolist()
+    def _packs(self, share: Share, rows: Tensor) -> list[Pack]:
+        """The replica's micro-batches of these rows of the table."""
+        lengths = share.all.lengths_B.tolist()
         layout = self.layout
-        shares = assign_rows(
-            [lengths[row] for row in rows],
-            replicas=layout.dp,
+        asked = set(rows.tolist())
+        groups = micro_batches(
+            [[row for row in own.tolist() if row in asked] for own in share.rows_of],
+            self.place.replica,
+            lengths,
+            costs_of(lengths, self._attention),
             budget=self.learner.tokens_per_microbatch,
             at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
             same_count=layout.ep
@@ -307,10 +307,21 @@ class ForwardPasses(Policy):
             count_multiple=layout.pp
             if layout.chunks > 1
             else 1,  # an interleaved schedule works in rounds
-            attention=attention_share(self.model),
             in_step=layout.pp > 1,
         )
-        return [[[rows[index] for index in group] for group in share] for share in shares]
+        place = {row: at for at, row in enumerate(share.own.tolist())}
+        multiple = limits.pack_multiple(self.learner)
+        packs = []
+        for group in groups:
+            one = pack(share.batch, [place[row] for row in group], multiple, layout.cp)
+            if layout.cp > 1:
+                one = split(one, self.place.cp, layout.cp)
+            # the driver has the choices of all stages' layers
+            chosen_SLK = one.experts_SLK
+            if chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers):
+                one = replace(one, experts_SLK=chosen_SLK[:, self.own_layers])
+            packs.append(one.to(self.device))
+        return packs
 
     def _run(
         self,

@@ -31,6 +31,8 @@ POLICY = "policy"
 CONFIG = "config.yaml"
 OF_BATCH = "batch."
 
+Minibatch = tuple[Batch, Targets]
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is not a number ends the run."""
@@ -65,7 +67,13 @@ class NonFiniteUpdates:
         if self._draws:
             self._random = self._learner.random_states()
 
-    def met(self, targets: Targets | None, metrics: Mapping[str, float], norm: float) -> None:
+    def met(
+        self,
+        minibatch: Callable[[], Minibatch | None],
+        metrics: Mapping[str, float],
+        norm: float,
+    ) -> None:
+        """`minibatch`: asked on all ranks, known on the driver."""
         learner = self._learner
         learner.left_out_in_a_row += 1
         policy = learner.learner.on_nonfinite
@@ -75,7 +83,7 @@ class NonFiniteUpdates:
         ends = policy is OnNonFinite.raise_ or in_a_row > self._most
         where = ""
         if self._dump_dir is not None and (ends or policy is OnNonFinite.skip_and_dump):
-            where = self._dump(self._dump_dir, targets, {**metrics, "optim/grad_norm": norm})
+            where = self._dump(self._dump_dir, minibatch(), {**metrics, "optim/grad_norm": norm})
         if policy is OnNonFinite.raise_:
             raise NonFiniteError(
                 f"{found}: not a number, so the policy was left as it is{where}. "
@@ -90,13 +98,15 @@ class NonFiniteUpdates:
             )
         self._note(f"{found}: not a number, so that this update is left out{where}")
 
-    def _dump(self, dump_dir: Path, targets: Targets | None, metrics: Mapping[str, float]) -> str:
+    def _dump(
+        self, dump_dir: Path, minibatch: Minibatch | None, metrics: Mapping[str, float]
+    ) -> str:
         """Write the update on all ranks; how to repeat it, or why that will not do."""
         folder = dump_dir / f"nonfinite_{self._learner.steps}"
         number = self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"
         whole = exchange(number > 1 and (folder / POLICY / "metadata.json").exists())[0]
-        problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
+        problem = self._on_driver(lambda: self._write_minibatch(path, minibatch, metrics, whole))
         if problem is None and not whole:
             problem = self._write_policy(folder / POLICY)
         if problem is not None:
@@ -114,9 +124,10 @@ class NonFiniteUpdates:
         return exchange(problem)[0]
 
     def _write_minibatch(
-        self, path: Path, targets: Targets | None, metrics: Mapping[str, float], whole: bool
+        self, path: Path, minibatch: Minibatch | None, metrics: Mapping[str, float], whole: bool
     ) -> None:
-        assert targets is not None, "the driver has them"
+        assert minibatch is not None, "the driver has it"
+        batch, targets = minibatch
         path.parent.mkdir(parents=True, exist_ok=True)
         if not whole:
             shutil.rmtree(path.parent / POLICY, ignore_errors=True)
@@ -129,15 +140,9 @@ class NonFiniteUpdates:
             "layout": asdict(self._learner.layout),
             "steps": self._learner.steps,
         }
-        parts = {f"{OF_BATCH}{name}": value for name, value in vars(targets.batch).items()} | vars(
-            targets
-        )
+        parts = {f"{OF_BATCH}{name}": column for name, column in batch.columns.items()}
         # clones: the file refuses tensors that share memory
-        tensors = {
-            name: value.detach().cpu().clone()
-            for name, value in parts.items()
-            if isinstance(value, Tensor)
-        }
+        tensors = {name: column.clone() for name, column in (parts | targets.columns).items()}
         write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
@@ -157,7 +162,7 @@ class NonFiniteUpdates:
         )
 
 
-def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, Any]]:
+def read_minibatch(path: Path) -> tuple[Minibatch, dict[str, Tensor], dict[str, Any]]:
     """A dump's minibatch, random states, and metadata."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -168,10 +173,5 @@ def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, An
         for name in list(tensors)
         if name.startswith(OF_BATCH)
     }
-    return (
-        Targets(
-            Batch(**batch), **({"anchor_logprobs_BT": None, "ref_logprobs_BT": None} | tensors)
-        ),
-        random,
-        about,
-    )
+    absent: dict[str, Any] = {"anchor_logprobs_N": None, "ref_logprobs_N": None}
+    return (Batch(**batch), Targets(**absent | tensors)), random, about

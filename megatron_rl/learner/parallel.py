@@ -68,6 +68,7 @@ class LearnerRank:
                 "is full, free space there, or set TMPDIR to another one"
             ) from error
         require_same_place(self.place)
+        self.replicas = ReplicaSums(self)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _form_groups(self, learner: LearnerSection) -> ShardGroups:
@@ -126,6 +127,27 @@ class LearnerRank:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
         return value
+
+
+class ReplicaSums:
+    """Sums over replicas, each of which has one rank that counts."""
+
+    def __init__(self, ranks: LearnerRank) -> None:
+        self.place = ranks.place.replica
+        self._ranks = ranks
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._ranks.sum(values.clone() if self._ranks.reports else torch.zeros_like(values))
+
+    def largest(self, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """[K, n] of each replica; n may differ."""
+        told = exchange(values.tolist() if self._ranks.reports else None)
+        return [torch.tensor(one, dtype=values.dtype) for one in told if one is not None]
 
 
 def require_same_place(ours: Place) -> None:

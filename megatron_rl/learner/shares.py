@@ -1,15 +1,16 @@
-"""Data plane of the learner: sends each replica its rows of the driver's batch, collects results.
+"""Data plane of the learner: splits a batch's rows among replicas, hands each replica its rows of the
+driver's batch, tells a replica's ranks what one of them found, collects results on the driver.
 
 Rows go from the driver to a replica's first rank and on to the ranks that share the model with it,
-in pieces of bounded size; results of their tokens come back the same way. Every rank knows all
-lengths, so that no rank has to request anything. Where each rank holds the whole batch, as in a
-probe of the sync, nothing moves.
+in pieces of bounded size; columns of all rows come back the same way. Every rank knows all lengths,
+so that no rank has to request anything.
 
-B rows of the batch, T response positions, N response tokens, P tokens of all rows.
+B rows of the batch, N response tokens, P tokens of all rows.
 """
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,71 +18,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Lengths, Sequences, Targets, flat_of, sizes_of
+from megatron_rl.batch import Batch, Rows, Share, Table, places_of
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
 PIECE_BYTES = 32 << 20
-# by a forward pass
-READ = tuple(one.name for one in fields(Sequences) if not one.name.endswith("_B"))
-# by a loss, beside what it finds in the targets
-OF_BATCH = ("sampler_logprobs_N", "turns_N", "groups_B")
-
-Kind = tuple[torch.dtype, tuple[int, ...]]  # of a column: dtype, shape of one entry
 
 
-@dataclass
-class _Held:
-    """Rows of a batch that were sent out for the last pass."""
+def minibatches(groups_B: Tensor, count: int, seed: str) -> list[Tensor]:
+    """Rows of the step's optimizer updates: whole groups, shuffled, in `count` like parts."""
+    groups = groups_B.unique().tolist()
+    count = min(count, len(groups))
+    if count > 1:
+        random.Random(seed).shuffle(groups)
+    return [
+        torch.isin(groups_B, torch.tensor(groups[part::count])).nonzero().flatten()
+        for part in range(count)
+    ]
 
-    rows: list[list[int]]  # to each replica
-    mine: Sequences | None = None  # in this rank's memory; the driver has them all
 
+@dataclass(frozen=True)
+class About:
+    """A batch as every rank knows it: its table, and the columns that are handed out."""
 
-@dataclass(frozen=True, kw_only=True)
-class Shared(Lengths):
-    """A batch on one rank: lengths and groups of all rows; the rows on the driver alone."""
-
-    whole: Batch | None  # None on the other ranks
-    groups_B: Tensor
+    table: Table
+    trained_B: Tensor  # bool: rows with a token that is trained on
     kept_sizes_B: Tensor  # ids in `kept_ids_K`
-    kinds: Mapping[str, Kind]
-    held: _Held
+    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of one entry
 
-    def sizes(self, name: str) -> list[int]:
+    @classmethod
+    def of(cls, batch: Batch) -> "About":
+        trained_B = batch.responses.sum(batch.mask_N.double()) > 0
+        kept = batch.kept_ids_K is not None
+        kept_sizes_B = batch.sizes("kept_ids_K") if kept else torch.zeros(len(batch))
+        columns = {
+            name: (column.dtype, tuple(column.shape[1:]))
+            for name, column in batch.columns.items()
+            if not name.endswith("_B")
+        }
+        return cls(batch.table, trained_B, kept_sizes_B.long(), columns)
+
+    def sizes(self, name: str) -> Tensor:
         """Entries of a column in each row."""
-        told = name.endswith("_K")
-        if told:
-            sizes_B = self.kept_sizes_B
-        else:
-            sizes_B = sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
-        return sizes_B.tolist()
-
-
-@dataclass(frozen=True)
-class SharedTargets:
-    """An update's targets as one rank sees them."""
-
-    batch: Shared
-    whole: Targets | None
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Some rows of a batch in this rank's memory."""
-
-    sequences: Sequences
-    # of the batch's rows in it; None: it is the batch itself
-    place: Mapping[int, int] | None = None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # what a loss reads of them
-
-    def at(self, rows: Sequence[int]) -> list[int]:
-        return [row if self.place is None else self.place[row] for row in rows]
+        if name == "kept_ids_K":
+            return self.kept_sizes_B
+        if name.endswith("_N"):
+            return self.table.response_lengths_B
+        return self.table.lengths_B
 
 
 class DataPlane:
-    """A rank's end of the data plane: receives the driver's rows, returns their results."""
+    """A rank's end of the data plane; all ranks call its methods together."""
 
     def __init__(self, ranks: LearnerRank) -> None:
         self._ranks = ranks
@@ -115,161 +102,126 @@ class DataPlane:
             mine = group if ranks.rank in part else mine
         return mine
 
-    def share(self, batch: Batch | None) -> Shared:
-        """The driver's batch, for all ranks."""
-        about: dict[str, Any] = {}
+    def announce(self, batch: Batch | None) -> About:
+        """What every rank has to know of the driver's batch."""
+        told: Any = None
         if batch is not None:
-            columns = {name: getattr(batch, name) for name in READ}
-            about = {
-                name: getattr(batch, name)
-                for name in ("prompt_lengths_B", "response_lengths_B", "groups_B")
+            about = About.of(batch)
+            told = {
+                "table": about.table.columns,
+                "rows": [about.trained_B, about.kept_sizes_B],
+                "columns": {
+                    name: [dtype_name(dtype), list(shape)]
+                    for name, (dtype, shape) in about.columns.items()
+                },
             }
-            about["kept_sizes_B"] = (
-                torch.zeros(0) if batch.kept_ids_K is None else batch.sizes("kept_ids_K")
-            )
-            about["kinds"] = _kinds(columns)
-        about = self._ranks.broadcast(about)
-        kinds = _read_kinds(about.pop("kinds"))
-        held = _Held([[] for _ in self._members])
-        return Shared(whole=batch if self._driver else None, kinds=kinds, held=held, **about)
+        told = self._ranks.broadcast(told)
+        columns = {
+            name: (torch_dtype(dtype), tuple(shape))
+            for name, (dtype, shape) in told["columns"].items()
+        }
+        trained_B, kept_sizes_B = told["rows"]
+        return About(Table(**told["table"]), trained_B, kept_sizes_B, columns)
 
-    def share_targets(self, batch: Shared, targets: Targets | None) -> SharedTargets:
-        kinds = self._ranks.broadcast(None if targets is None else _kinds(loss_columns(targets)))
-        return SharedTargets(batch, targets if self._driver else None, _read_kinds(kinds))
-
-    def read(self, batch: Sequences | Shared, wanted: Sequence[Sequence[int]]) -> Share:
-        """The rows that this replica passes. `wanted`: those of each replica."""
-        if isinstance(batch, Sequences):
-            return Share(batch)
-        held = batch.held
-        sets = [{*rows} for rows in wanted]
-        missing = [sorted(rows - {*had}) for rows, had in zip(sets, held.rows, strict=True)]
-        # what is passed no more goes
-        stays = [
-            at for at, row in enumerate(held.rows[self._replica]) if row in sets[self._replica]
-        ]
-        if batch.whole is None:
-            columns = None
-        else:
-            columns = {name: getattr(batch.whole, name) for name in batch.kinds}
-        got = self._hand_out(batch, batch.kinds, columns, missing)
-        held.rows = [
-            [row for row in had if row in rows] + new
-            for had, rows, new in zip(held.rows, sets, missing, strict=True)
-        ]
-        if batch.whole is not None:
-            return Share(batch.whole)
-        new = _sequences(batch, missing[self._replica], got)
-        if held.mine is None:
-            held.mine = new
-        else:
-            held.mine = _joined(held.mine.rows(torch.tensor(stays, dtype=torch.int64)), new)
-        return Share(held.mine, {row: at for at, row in enumerate(held.rows[self._replica])})
-
-    def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:
-        """Columns that a loss reads, for the rows that this replica passes."""
-        mine = sorted(wanted[self._replica])
-        got = {}
-        batch = targets.batch
-        whole = targets if isinstance(targets, Targets) else targets.whole
-        columns = None if whole is None else loss_columns(whole)
-        if isinstance(targets, SharedTargets):
-            got = self._hand_out(
-                targets.batch, targets.kinds, columns, [sorted(rows) for rows in wanted]
-            )
-        if columns is not None:
-            got = {
-                name: _rows_of(name, one, batch, mine)
-                for name, one in columns.items()
-                if one is not None
-            }
-        lengths = batch.response_lengths_B[mine]
-        nothing = torch.zeros(0, dtype=torch.int32)
-        bare = Sequences(prompt_lengths_B=0 * lengths, response_lengths_B=lengths, tokens_P=nothing)
-        place = {row: at for at, row in enumerate(mine)}
-        return Share(
-            bare,
-            place,
-            {name.replace("_BT", "_N"): one for name, one in got.items()},
-        )
-
-    def collect(
-        self, batch: Shared, rows: Sequence[Sequence[int]], mine: Mapping[int, Tensor]
-    ) -> Tensor | None:
-        """FP32 values of response tokens, on the driver: of each replica's `rows`, whose speaker
-        has them in `mine`; zero elsewhere.
-        """
-        sizes = batch.response_lengths_B.tolist()
-        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        if self._driver:
-            found = torch.zeros(starts[-1])
-        else:
-            found = None
-        for speaker, theirs in zip(self._speakers, rows, strict=True):
-            if self._ranks.rank not in (0, speaker):
-                continue
-            for piece in _pieces(sorted(theirs), sizes, torch.float32.itemsize):
-                data = torch.empty(sum(sizes[row] for row in piece))
-                if self._ranks.rank == speaker:
-                    data = torch.cat([data[:0], *(mine[row] for row in piece)])
-                if speaker != 0:
-                    self._move(data, speaker, 0)
-                if found is not None:
-                    for row, part in zip(
-                        piece, data.split([sizes[row] for row in piece]), strict=True
-                    ):
-                        found[starts[row] : starts[row] + len(part)] = part
-        return found
-
-    def _hand_out(
-        self,
-        batch: Shared,
-        kinds: Mapping[str, Kind],
-        whole: Mapping[str, Tensor | None] | None,
-        wanted: Sequence[Sequence[int]],
-    ) -> dict[str, Tensor]:
-        """This replica's rows of each column, in the order of `wanted`. The driver needs no copy
-        and gets nothing.
-        """
+    def hand_out(self, batch: Batch | None, about: About, rows_of: Sequence[Tensor]) -> Share:
+        """This replica's rows of the driver's batch."""
         got: dict[str, Tensor] = {}
-        for replica, rows in enumerate(wanted):
-            for name, kind in kinds.items():
-                for members, layers in self._receivers(replica, name, kind):
+        for replica, rows in enumerate(rows_of):
+            for name in about.columns:
+                for members, layers in self._receivers(replica, name, about):
                     if members != [0] and (self._driver or self._ranks.rank in members):
-                        column = None if whole is None else whole[name]
-                        found = self._hand_column(batch, name, kind, column, rows, members, layers)
-                        if found is not None:
-                            got[name] = found
-        return got
+                        column = self._hand_column(batch, about, name, rows, members, layers)
+                        got[name] = column
+        own = rows_of[self._replica]
+        if batch is not None:
+            mine = batch if len(own) == len(batch) else batch.rows(own)
+        else:
+            mine = Batch(**about.table.rows(own).columns, **got)
+        return Share(mine, about.table, rows_of, self._ranks.replicas)
 
     def _hand_column(
         self,
-        batch: Shared,
+        batch: Batch | None,
+        about: About,
         name: str,
-        kind: Kind,
-        column: Tensor | None,
-        rows: Sequence[int],
+        rows: Tensor,
         members: Sequence[int],
         layers: list[int] | None,
-    ) -> Tensor | None:
-        """Rows of a column to the ranks that share them; on these, what has come."""
-        sizes, (dtype, shape), start, got = batch.sizes(name), kind, 0, None
-        if column is None:
-            entry = shape if layers is None else (len(layers), *shape[1:])
-            got = torch.empty(sum(sizes[row] for row in rows), *entry, dtype=dtype)
+    ) -> Tensor:
+        """Rows of a column to the ranks that share them."""
+        dtype, shape = about.columns[name]
+        sizes = about.sizes(name)
+        if layers is not None:
+            shape = (len(layers), *shape[1:])
+        got = torch.empty(0, dtype=dtype)
+        if batch is None:
+            got = torch.empty(int(sizes[rows].sum()), *shape, dtype=dtype)
+        start = 0
         for piece in _pieces(rows, sizes, dtype.itemsize * prod(shape)):
-            end = start + sum(sizes[row] for row in piece)
-            if column is not None:
-                data = _rows_of(name, column, batch, piece)
-                data = data if layers is None else data[:, layers]
-            elif got is not None:
+            end = start + int(sizes[piece].sum())
+            if batch is None:
                 data = got[start:end]
+            else:
+                data = batch.taken(name, piece)
+                data = (data if layers is None else data[:, layers]).contiguous()
             self._pass_on(data, members, self._group if layers is None else self._stage_group)
             start = end
         return got
 
+    def tell(self, values_N: Tensor | None, share: Share) -> Tensor:
+        """FP32 values of the replica's response tokens on all of its ranks: its speaker's."""
+        members = self._members[self._replica]
+        if values_N is None:
+            values_N = torch.empty(share.batch.responses.tokens)
+        if len(members) > 1:
+            dist.broadcast(values_N, src=self._speakers[self._replica], group=self._group)
+        return values_N
+
+    def join(self, values_N: Tensor, share: Share) -> Tensor:
+        """Values of response tokens of all rows, on every rank."""
+        sizes = share.all.response_lengths_B
+        whole_N = torch.zeros(int(sizes.sum()), dtype=values_N.dtype)
+        whole_N[places_of(sizes, share.own)] = values_N
+        return share.replicas.sum(whole_N)
+
+    def collect(
+        self, share: Share, columns: Mapping[str, Tensor | None], part: Rows | None = None
+    ) -> dict[str, Tensor | None]:
+        """Columns of all rows, on the driver; elsewhere nothing. `columns`: those of this replica's
+        rows; `part`: what they are columns of, where it is not the share's batch.
+        """
+        found = {}
+        for name, column in columns.items():
+            sizes_B = share.everywhere((part or share.batch).sizes(name))
+            whole = None if column is None else self._collect(share, column, sizes_B)
+            if self._driver:
+                found[name] = whole
+        return found
+
+    def _collect(self, share: Share, column: Tensor, sizes_B: Tensor) -> Tensor | None:
+        if len(share.rows_of) == 1:
+            return column
+        whole = None
+        if self._driver:
+            whole = torch.empty(int(sizes_B.sum()), *column.shape[1:], dtype=column.dtype)
+        for rows, speaker in zip(share.rows_of, self._speakers, strict=True):
+            if self._ranks.rank not in (0, speaker):
+                continue
+            start = 0
+            for piece in _pieces(rows, sizes_B, column[:1].nbytes):
+                end = start + int(sizes_B[piece].sum())
+                data = torch.empty(end - start, *column.shape[1:], dtype=column.dtype)
+                if self._ranks.rank == speaker:
+                    data = column[start:end].contiguous()
+                if speaker != 0:
+                    self._move(data, speaker, 0)
+                if whole is not None:
+                    whole[places_of(sizes_B, piece)] = data
+                start = end
+        return whole
+
     def _receivers(
-        self, replica: int, name: str, kind: Kind
+        self, replica: int, name: str, about: About
     ) -> Iterator[tuple[list[int], list[int] | None]]:
         """Ranks that have the same of a column, and of which layers; None: all of it. A stage
         chooses for its own.
@@ -279,8 +231,9 @@ class DataPlane:
         if not name.endswith("_PLK") or len(stages) == 1:
             yield self._members[replica], None
             return
+        layers = about.columns[name][1][0]
         for stage, members in enumerate(stages):
-            yield members, layout.own_layers(kind[1][0], stage)
+            yield members, layout.own_layers(layers, stage)
 
     def _pass_on(
         self, data: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
@@ -306,71 +259,19 @@ class DataPlane:
         self.received = self.received + (not sends) * data.nbytes
 
 
-def loss_columns(targets: Targets) -> dict[str, Tensor | None]:
-    """Columns that a loss reads, beside the policy's own logprobs."""
-    columns = {name: value for name, value in vars(targets).items() if name != "batch"}
-    return columns | {name: getattr(targets.batch, name) for name in OF_BATCH}
-
-
-def _kinds(columns: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    told = {name: one for name, one in columns.items() if one is not None}
-    return {name: [dtype_name(one.dtype), list(_entry(name, one))] for name, one in told.items()}
-
-
-def _entry(name: str, column: Tensor) -> torch.Size:
-    return column.shape[2 if name.endswith("_BT") else 1 :]
-
-
-def _read_kinds(about: Mapping[str, Any]) -> dict[str, Kind]:
-    return {name: (torch_dtype(dtype), tuple(shape)) for name, (dtype, shape) in about.items()}
-
-
-def _rows_of(name: str, column: Tensor, batch: Shared | Batch, rows: Sequence[int]) -> Tensor:
-    """The rows' part of a column, which may be a right-padded matrix."""
-    index = torch.tensor(rows, dtype=torch.int64)
-    if name.endswith("_BT"):
-        return flat_of(column, batch.response_lengths_B[index], rows)
-    whole = batch.whole if isinstance(batch, Shared) else batch
-    assert whole is not None
-    taken = whole.taken(name, column, index)
-    assert taken is not None
-    return taken.contiguous()
-
-
-def _sequences(batch: Shared, rows: Sequence[int], columns: Mapping[str, Tensor]) -> Sequences:
-    index = torch.tensor(rows, dtype=torch.int64)
-    lengths = {
-        name: getattr(batch, name)[index] for name in ("prompt_lengths_B", "response_lengths_B")
-    }
-    return Sequences(**lengths, **columns)
-
-
-def _joined(first: Sequences, second: Sequences) -> Sequences:
-    parts = {
-        one.name: (getattr(first, one.name), getattr(second, one.name)) for one in fields(Sequences)
-    }
-    joined: dict[str, Any] = {
-        name: None if pair[0] is None else torch.cat(pair) for name, pair in parts.items()
-    }
-    return Sequences(**joined)
-
-
-def _pieces(rows: Sequence[int], sizes: Sequence[int], entry_bytes: int) -> Iterator[list[int]]:
+def _pieces(rows: Tensor, sizes_B: Tensor, entry_bytes: int) -> Iterator[Tensor]:
     """Runs of rows of at most PIECE_BYTES, or of one row."""
-    piece: list[int] = []
-    held = 0
-    for row in rows:
-        if piece and held + sizes[row] * entry_bytes > PIECE_BYTES:
-            yield piece
-            piece = []
+    start = held = 0
+    sizes = sizes_B[rows].tolist()
+    for at, size in enumerate(sizes):
+        if at > start and held + size * entry_bytes > PIECE_BYTES:
+            yield rows[start:at]
+            start = at
             held = 0
-        piece.append(row)
-        held += sizes[row] * entry_bytes
-    if piece:
-        yield piece
+        held += size * entry_bytes
+    if start < len(sizes):
+        yield rows[start:]
 
 
 def _bytes(data: Tensor) -> Tensor:
-    if data.dim():
-        return data.view(torch.uint8)
-    return data
+    return data.view(torch.uint8) if data.dim() else data

@@ -7,7 +7,7 @@ methods of their tensors, and what needs torch itself is a method of `Terms`.
 A formula returns the weighted loss of every token, and where its clip was active. Positions outside
 the mask may hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r = exp(x).
 
-Shape legend: B sequences, T response positions; B1 broadcasts along T.
+Shape legend: N response tokens.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ class Loss:
         return (*self.reads, *(f"params.{name}" for name in self.params))
 
 
-def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Result:
+def _clipped_surrogate(terms: Terms, ratio_N: Tensor, config: LossConfig) -> Result:
     """The unweighted PPO loss for a given ratio."""
-    a_B1 = terms.advantages_B1
-    plain_BT = -a_B1 * ratio_BT
-    bounded_BT = -a_B1 * ratio_BT.clamp(*_band(config))
-    loss_BT = plain_BT.maximum(bounded_BT)
-    active_BT = bounded_BT > plain_BT
+    a_N = terms.advantages_N
+    plain_N = -a_N * ratio_N
+    bounded_N = -a_N * ratio_N.clamp(*_band(config))
+    loss_N = plain_N.maximum(bounded_N)
+    active_N = bounded_N > plain_N
     clipped = {
-        "clip_fraction_high": active_BT & (a_B1 > 0),
-        "clip_fraction_low": active_BT & (a_B1 < 0),
+        "clip_fraction_high": active_N & (a_N > 0),
+        "clip_fraction_low": active_N & (a_N < 0),
     }
     dual_clip = config.params["dual_clip"]
     if dual_clip is not None:
-        ceiling_BT = (-dual_clip * a_B1).expand_as(loss_BT)
-        clipped["dual_clip_fraction"] = (a_B1 < 0) & (loss_BT > ceiling_BT)
-        loss_BT = loss_BT.minimum(ceiling_BT).where(a_B1 < 0, loss_BT)
-    return loss_BT, clipped
+        ceiling_N = -dual_clip * a_N
+        clipped["dual_clip_fraction"] = (a_N < 0) & (loss_N > ceiling_N)
+        loss_N = loss_N.minimum(ceiling_N).where(a_N < 0, loss_N)
+    return loss_N, clipped
 
 
 def _band(config: LossConfig) -> tuple[float, float]:
@@ -79,156 +79,150 @@ def _band(config: LossConfig) -> tuple[float, float]:
 
 def _ratio(terms: Terms, config: LossConfig) -> Tensor:
     if config.level == "token":
-        return terms.ratio_BT
-    return terms.shared_ratio_BT(config.level, config.aggregate, SHARED_EXPONENT_LIMIT)
+        return terms.ratio_N
+    return terms.shared_ratio_N(config.level, config.aggregate, SHARED_EXPONENT_LIMIT)
 
 
 def ppo(terms: Terms, config: LossConfig) -> Result:
-    loss_BT, clipped = _clipped_surrogate(terms, _ratio(terms, config), config)
-    return loss_BT * terms.weights_BT, clipped
+    loss_N, clipped = _clipped_surrogate(terms, _ratio(terms, config), config)
+    return loss_N * terms.weights_N, clipped
 
 
 def gspo(terms: Terms, config: LossConfig) -> Result:
     """The row's geometric ratio at every token; each token still carries its own gradient."""
-    logprobs_BT = terms.logprobs_BT
-    row_B1 = terms.row_mean(terms.shift_BT).detach()
-    exponent_BT = (row_B1 + logprobs_BT - logprobs_BT.detach()).clamp(max=SHARED_EXPONENT_LIMIT)
-    loss_BT, clipped = _clipped_surrogate(terms, exponent_BT.exp(), config)
-    return loss_BT * terms.weights_BT, clipped
+    logprobs_N = terms.logprobs_N
+    row_N = terms.row_mean(terms.shift_N)
+    exponent_N = (row_N + logprobs_N - logprobs_N.detach()).clamp(max=SHARED_EXPONENT_LIMIT)
+    loss_N, clipped = _clipped_surrogate(terms, exponent_N.exp(), config)
+    return loss_N * terms.weights_N, clipped
 
 
 def cispo(terms: Terms, config: LossConfig) -> Result:
     """Clips the weight of the gradient, never the gradient itself."""
-    ratio_BT = _ratio(terms, config).detach()
+    ratio_N = _ratio(terms, config).detach()
     low: float | None
     low, high = _band(config)
     if config.params["absolute"]:
         low = None
         high = config.clip_high
-    clipped = {"clip_fraction_high": ratio_BT > high}
+    clipped = {"clip_fraction_high": ratio_N > high}
     if low is not None:
-        clipped["clip_fraction_low"] = ratio_BT < low
-    loss_BT = -ratio_BT.clamp(min=low, max=high) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT * terms.weights_BT, clipped
+        clipped["clip_fraction_low"] = ratio_N < low
+    loss_N = -ratio_N.clamp(min=low, max=high) * terms.advantages_N * terms.logprobs_N
+    return loss_N * terms.weights_N, clipped
 
 
 def sapo(terms: Terms, config: LossConfig) -> Result:
     # filled in the advantages' dtype: two plain numbers would make a float32 tensor
-    tau_B1 = terms.advantages_B1.new_full(terms.advantages_B1.shape, config.params["tau_negative"])
-    tau_B1 = tau_B1.masked_fill(terms.advantages_B1 > 0, config.params["tau_positive"])
-    gate_BT = (tau_B1 * (terms.ratio_BT - 1.0)).sigmoid() * 4.0 / tau_B1
-    return -terms.advantages_B1 * gate_BT * terms.weights_BT, {}
+    tau_N = terms.advantages_N.new_full(terms.advantages_N.shape, config.params["tau_negative"])
+    tau_N = tau_N.masked_fill(terms.advantages_N > 0, config.params["tau_positive"])
+    gate_N = (tau_N * (terms.ratio_N - 1.0)).sigmoid() * 4.0 / tau_N
+    return -terms.advantages_N * gate_N * terms.weights_N, {}
 
 
 def gmpo(terms: Terms, config: LossConfig) -> Result:
     """GMPO: a loss per row, at each of its tokens; token weights enter as their geometric mean."""
-    sign_B1 = terms.advantages_B1.sign()
-    shift_BT = terms.shift_BT
-    plain_BT = sign_B1 * shift_BT
-    bounded_BT = sign_B1 * shift_BT.clamp(-config.clip_low, config.clip_high)
-    row_B1 = terms.row_mean(sign_B1 * plain_BT.minimum(bounded_BT))
-    weight_B1 = terms.row_mean(terms.weights_BT.masked_fill(~terms.mask_BT, 1.0).log()).exp()
-    active_BT = bounded_BT < plain_BT
+    sign_N = terms.advantages_N.sign()
+    shift_N = terms.shift_N
+    plain_N = sign_N * shift_N
+    bounded_N = sign_N * shift_N.clamp(-config.clip_low, config.clip_high)
+    step_N = sign_N * plain_N.minimum(bounded_N)
+    # the token carries its own part of the gradient and no other's
+    row_N = terms.row_mean(step_N) + step_N - step_N.detach()
+    weight_N = terms.row_mean(terms.weights_N.masked_fill(~terms.mask_N, 1.0).log()).exp()
+    active_N = bounded_N < plain_N
     clipped = {
-        "clip_fraction_high": active_BT & (sign_B1 > 0),
-        "clip_fraction_low": active_BT & (sign_B1 < 0),
+        "clip_fraction_high": active_N & (sign_N > 0),
+        "clip_fraction_low": active_N & (sign_N < 0),
     }
-    loss_B1 = -terms.advantages_B1 * terms.exp(row_B1) * weight_B1
-    return loss_B1.expand_as(shift_BT), clipped
+    return -terms.advantages_N * terms.exp(row_N) * weight_N, clipped
 
 
 def dppo(terms: Terms, config: LossConfig) -> Result:
     """DPPO: a token counts inside a trust region of probabilities, or if its step leads back."""
-    logprobs_BT = terms.logprobs_BT.detach()
-    anchor_BT = terms.anchor_BT
-    prob_BT = logprobs_BT.clamp(max=0.0).exp()
-    anchor_prob_BT = anchor_BT.clamp(max=0.0).exp()
-    gap_BT = prob_BT - anchor_prob_BT
+    logprobs_N = terms.logprobs_N.detach()
+    anchor_N = terms.anchor_N
+    prob_N = logprobs_N.clamp(max=0.0).exp()
+    anchor_prob_N = anchor_N.clamp(max=0.0).exp()
+    gap_N = prob_N - anchor_prob_N
     if config.params["trust_region"] == "total_variation":
-        too_high_BT = gap_BT > config.clip_high
-        too_low_BT = gap_BT < -config.clip_low
+        too_high_N = gap_N > config.clip_high
+        too_low_N = gap_N < -config.clip_low
     else:
-        coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
-        kl_BT = _binary_kl(*coins, terms.rounding)
-        too_high_BT = (kl_BT > config.clip_high) & (gap_BT > 0)
-        too_low_BT = (kl_BT > config.clip_low) & (gap_BT < 0)
-    positive_B1 = terms.advantages_B1 > 0
-    leaving_BT = too_high_BT.where(positive_B1, too_low_BT)
+        coins = (anchor_prob_N, anchor_N.clamp(max=0.0), prob_N, logprobs_N.clamp(max=0.0))
+        kl_N = _binary_kl(*coins, terms.rounding)
+        too_high_N = (kl_N > config.clip_high) & (gap_N > 0)
+        too_low_N = (kl_N > config.clip_low) & (gap_N < 0)
+    positive_N = terms.advantages_N > 0
+    leaving_N = too_high_N.where(positive_N, too_low_N)
     clipped = {
-        "clip_fraction_high": leaving_BT & positive_B1,
-        "clip_fraction_low": leaving_BT & ~positive_B1,
+        "clip_fraction_high": leaving_N & positive_N,
+        "clip_fraction_low": leaving_N & ~positive_N,
     }
-    return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
+    return -terms.advantages_N * terms.ratio_N * ~leaving_N * terms.weights_N, clipped
 
 
-def _binary_kl(
-    p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float
-) -> Tensor:
+def _binary_kl(p_N: Tensor, log_p_N: Tensor, q_N: Tensor, log_q_N: Tensor, tiny: float) -> Tensor:
     """KL between Bernoulli p and q. Tails use log1p, bounded where a probability rounds to 1."""
-    log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
-    log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()
-    return p_BT * (log_p_BT - log_q_BT) + (1.0 - p_BT) * (log_tail_p_BT - log_tail_q_BT)
+    log_tail_p_N = (-p_N.clamp(max=1.0 - tiny)).log1p()
+    log_tail_q_N = (-q_N.clamp(max=1.0 - tiny)).log1p()
+    return p_N * (log_p_N - log_q_N) + (1.0 - p_N) * (log_tail_p_N - log_tail_q_N)
 
 
 def _selected(terms: Terms, name: str) -> Tensor:
-    if terms.selected_BT is None:
+    if terms.selected_N is None:
         raise ValueError(
-            f"loss.name {name} needs LossInputs.selected_BT: select_by_covariance on the global "
-            "batch"
+            f"loss.name {name} needs Targets.selected_N: select_by_covariance on the global batch"
         )
-    return terms.selected_BT
+    return terms.selected_N
 
 
 def clip_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens, drawn from a band of covariances, give no gradient."""
-    selected_BT = _selected(terms, "clip_cov")
-    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
-    loss_BT = loss_BT.detach().where(selected_BT, loss_BT)
-    return loss_BT * terms.weights_BT, clipped | {"selected_fraction": selected_BT}
+    selected_N = _selected(terms, "clip_cov")
+    loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
+    loss_N = loss_N.detach().where(selected_N, loss_N)
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens pay for their distance from the anchor."""
-    selected_BT = _selected(terms, "kl_cov")
-    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
-    loss_BT = loss_BT + config.params["cov_kl_coef"] * terms.shift_BT.abs() * selected_BT
-    return loss_BT * terms.weights_BT, clipped | {"selected_fraction": selected_BT}
+    selected_N = _selected(terms, "kl_cov")
+    loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
+    loss_N = loss_N + config.params["cov_kl_coef"] * terms.shift_N.abs() * selected_N
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
 
 
 def reinforce(terms: Terms, config: LossConfig) -> Result:
-    return -terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
+    return -terms.advantages_N * terms.logprobs_N * terms.weights_N, {}
 
 
 def vespo(terms: Terms, config: LossConfig) -> Result:
     """The row's product W as a soft weight W^k exp(l - l W), 1 on policy and small far from it; k,
     l by the sign.
     """
-    log_w_B1 = (
-        terms.shift_BT.detach()
-        .clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
-        .sum(dim=1, keepdim=True)
-    )
-    log_w_B1 = log_w_B1.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
-    fall_B1 = 1.0 - log_w_B1.exp()
+    bounded_N = terms.shift_N.detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    log_w_N = terms.row_sum(bounded_N).clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    fall_N = 1.0 - log_w_N.exp()
     soft = [
-        (k * log_w_B1 + rate * fall_B1).exp()
+        (k * log_w_N + rate * fall_N).exp()
         for k, rate in (config.params["gamma_positive"], config.params["gamma_negative"])
     ]
-    weight_BT = soft[0].where(terms.advantages_B1 >= 0, soft[1])
-    return -weight_BT * terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
+    weight_N = soft[0].where(terms.advantages_N >= 0, soft[1])
+    return -weight_N * terms.advantages_N * terms.logprobs_N * terms.weights_N, {}
 
 
 def rollout_is(terms: Terms, config: LossConfig) -> Result:
     """The ratio as a detached weight inside an open band, nothing outside."""
-    ratio_BT = terms.ratio_BT.detach()
-    high_BT = ratio_BT >= 1.0 + config.clip_high
-    low_BT = ratio_BT <= 1.0 - config.clip_low
-    loss_BT = -ratio_BT * ~(high_BT | low_BT) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT * terms.weights_BT, {"clip_fraction_high": high_BT, "clip_fraction_low": low_BT}
+    ratio_N = terms.ratio_N.detach()
+    high_N = ratio_N >= 1.0 + config.clip_high
+    low_N = ratio_N <= 1.0 - config.clip_low
+    loss_N = -ratio_N * ~(high_N | low_N) * terms.advantages_N * terms.logprobs_N
+    return loss_N * terms.weights_N, {"clip_fraction_high": high_N, "clip_fraction_low": low_N}
 
 
 def cross_entropy(terms: Terms, config: LossConfig) -> Result:
-    return -terms.logprobs_BT * terms.weights_BT, {}
+    return -terms.logprobs_N * terms.weights_N, {}
 
 
 CLIP = ("clip_low", "clip_high")

@@ -1,7 +1,7 @@
 """Inputs of the loss formulas of `table.py` (logprobs, weights, ...), ratios made of them;
 estimates of the KL penalty.
 
-Shape legend: B sequences, T response positions; B1 broadcasts along T.
+Shape legend: N response tokens.
 """
 
 from dataclasses import dataclass
@@ -12,37 +12,37 @@ from torch import Tensor
 from megatron_rl.config.schema import Aggregate, Divergence, Level
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 from megatron_rl.rollout_correction.weights import aggregated
+from megatron_rl.segments import Segments
 
 
 @dataclass(frozen=True)
 class Terms:
     """Inputs of one loss, 0 outside the mask."""
 
-    logprobs_BT: Tensor  # pi, carries the gradient
-    anchor_BT: Tensor
-    advantages_B1: Tensor  # [B, T] where turns of a row differ
-    weights_BT: Tensor
-    mask_BT: Tensor
-    selected_BT: Tensor | None
-    turns_BT: Tensor | None = None
+    logprobs_N: Tensor  # pi, carries the gradient
+    anchor_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    mask_N: Tensor
+    selected_N: Tensor | None
+    rows: Segments
+    turns: Segments | None = None
 
     @property
-    def shift_BT(self) -> Tensor:
-        return self.logprobs_BT - self.anchor_BT
+    def shift_N(self) -> Tensor:
+        return self.logprobs_N - self.anchor_N
 
     @property
-    def ratio_BT(self) -> Tensor:
-        return self.exp(self.shift_BT)
+    def ratio_N(self) -> Tensor:
+        return self.exp(self.shift_N)
 
-    def shared_ratio_BT(self, level: Level, aggregate: Aggregate, limit: float) -> Tensor:
+    def shared_ratio_N(self, level: Level, aggregate: Aggregate, limit: float) -> Tensor:
         """The ratio of each token's sequence, turn or prefix; the token carries its own gradient
         and no other's.
         """
-        ratio = LogRatio(
-            self.shift_BT.detach(), self.mask_BT, self.mask_BT, None, 0, 0, self.turns_BT
-        )
-        shared_BT = ratio.at_tokens(level, aggregated(level, aggregate, ratio))
-        return (shared_BT + self.logprobs_BT - self.logprobs_BT.detach()).clamp(max=limit).exp()
+        ratio = LogRatio(self.shift_N.detach(), self.mask_N, self.mask_N, self.rows, self.turns)
+        shared_N = ratio.at_tokens(level, aggregated(level, aggregate, ratio))
+        return (shared_N + self.logprobs_N - self.logprobs_N.detach()).clamp(max=limit).exp()
 
     @staticmethod
     def exp(exponent: Tensor) -> Tensor:
@@ -51,22 +51,27 @@ class Terms:
     @property
     def rounding(self) -> float:
         """The distance from 1 to the next number."""
-        return torch.finfo(self.logprobs_BT.dtype).eps
+        return torch.finfo(self.logprobs_N.dtype).eps
 
-    def row_mean(self, values_BT: Tensor) -> Tensor:
-        counts_B1 = self.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        return values_BT.masked_fill(~self.mask_BT, 0.0).sum(dim=1, keepdim=True) / counts_B1
+    def row_sum(self, values_N: Tensor) -> Tensor:
+        """At each token the sum over the mask of its row, a constant."""
+        values_N = values_N.detach().masked_fill(~self.mask_N, 0.0)
+        return self.rows.at_tokens(self.rows.sum(values_N))
+
+    def row_mean(self, values_N: Tensor) -> Tensor:
+        """At each token the mean over the mask of its row, a constant."""
+        return self.row_sum(values_N) / self.row_sum(torch.ones_like(values_N)).clamp(min=1)
 
 
-def divergence(estimator: Divergence, logprobs_BT: Tensor, ref_BT: Tensor) -> Tensor:
+def divergence(estimator: Divergence, logprobs_N: Tensor, ref_N: Tensor) -> Tensor:
     """Estimates of KL(pi || ref) per token."""
-    shift_BT = logprobs_BT - ref_BT
+    shift_N = logprobs_N - ref_N
     if estimator == Divergence.k1:
-        return shift_BT
+        return shift_N
     if estimator == Divergence.abs:
-        return shift_BT.abs()
+        return shift_N.abs()
     if estimator == Divergence.k2:
-        return 0.5 * shift_BT.square()
+        return 0.5 * shift_N.square()
     if estimator == Divergence.k3:
-        return (-shift_BT).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1() + shift_BT
+        return (-shift_N).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1() + shift_N
     raise ValueError(f"loss.kl_estimator is {estimator!r}; one of {', '.join(Divergence)}")

@@ -8,22 +8,22 @@ format that does not suit in the weight formats; a cache that is wrong behind te
 in the later turns and the first tokens of each, a grammar that the engine enforces and does not
 report in the tool calls.
 
-Shape legend: B sequences, T response positions, N tokens under the mask.
+Shape legend: N response tokens, B rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Batch
+from megatron_rl.batch import Batch, Replicas, Share
 from megatron_rl.config.schema import Format
-from megatron_rl.rollout_correction.ratio import bounded_exp
+from megatron_rl.rollout_correction.ratio import as_float, bounded_exp
 
 CUTS = (
     "position",
@@ -64,138 +64,137 @@ class Slice:
 
 @torch.no_grad()
 def breakdowns(
-    prox_logprobs_BT: Tensor,
-    sampler_logprobs_BT: Tensor,
-    mask_BT: Tensor,
+    prox_logprobs_N: Tensor,
+    batch: Batch,
     *,
     finish_reasons: Sequence[str] | None = None,
-    versions_BT: Tensor | None = None,
     policy_version: int | None = None,
     formats: Sequence[str] | None = None,
-    sessions: Batch | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, ordered by label; tokens without a ratio are left out.
 
-    `sessions`: the batch itself, where it has turns. Staleness is `policy_version` (the newest of
-    the batch where it is None) less the token's version.
+    Staleness is `policy_version` (the newest of the batch where it is None) less the token's
+    version.
     """
-    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, sampler_logprobs_BT, mask_BT)
-    device = counted_BT.device
-    lengths_B = mask_BT.bool().sum(dim=1)
-    order_BT = mask_BT.bool().cumsum(dim=1) - 1  # a token's place among the row's own tokens
+    share = Share.alone(batch)
+    tokens = _Tokens.of(prox_logprobs_N, share)
+    counted_N = tokens.counted_N
+    rows = batch.responses
+    masked_N = as_float(batch.mask_N)
+    lengths_B = rows.sum(masked_N).long()
+    order_N = rows.running_sum(masked_N).long() - 1  # a token's place among the row's own tokens
 
-    decile_BT = (10 * order_BT).div(lengths_B.clamp(min=1)[:, None], rounding_mode="floor")
+    length_N = rows.at_tokens(lengths_B.clamp(min=1))
+    decile_N = (10 * order_N).div(length_N, rounding_mode="floor")
     names = [f"{10 * decile}-{10 * decile + 10} %" for decile in range(10)]
-    found = list(tokens.slices("position", decile_BT[counted_BT], names))
+    found = tokens.slices("position", decile_N, names)
 
-    edges = torch.tensor(PROBABILITY_EDGES, device=device)
-    bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
+    edges = torch.tensor(PROBABILITY_EDGES)
+    bucket_N = torch.bucketize(batch.sampler_logprobs_N.float().exp(), edges)
     bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
-    names = [f"{low} to {high}" for low, high in pairwise(bounds)]
-    found += tokens.slices("probability", bucket_N, names)
+    found += tokens.slices(
+        "probability", bucket_N, [f"{low} to {high}" for low, high in pairwise(bounds)]
+    )
 
-    power_B = lengths_B.clamp(min=1).double().log2().floor().long()
-    if len(power_B):
-        names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)]
-    else:
-        names = []
-    found += tokens.slices("length", power_B[tokens.row_N], names)
+    power_N = length_N.double().log2().floor().long()
+    names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(_count(power_N))]
+    found += tokens.slices("length", power_N, names)
 
-    if versions_BT is not None and bool(counted_BT.any()):
-        versions_N = versions_BT[counted_BT]
-        if policy_version is None:
-            newest = int(versions_N.max())
-        else:
-            newest = policy_version
+    if bool(counted_N.any()):
+        versions_N = batch.token_versions_N
+        newest = int(versions_N.max()) if policy_version is None else policy_version
         staleness_N = (newest - versions_N).clamp(min=0)
-        names = [str(age) for age in range(int(staleness_N.max()) + 1)]
+        names = [str(age) for age in range(_count(staleness_N))]
         found += tokens.slices("staleness", staleness_N, names)
     for by, words, least in (("finish", finish_reasons, 1), ("format", formats, 2)):
         names = sorted(set(words or ()))
         if words is not None and len(names) >= least:
-            number_B = torch.tensor(
-                [names.index(word) for word in words], dtype=torch.int64, device=device
-            )
-            found += tokens.slices(by, number_B[tokens.row_N], names)
-    if sessions is not None and sessions.turns_BT is not None:
-        for by, bucket_BT in _of_sessions(sessions.turns_BT, sessions).items():
-            found += tokens.slices(by, bucket_BT[counted_BT], LABELS[by])
+            number_B = torch.tensor([names.index(word) for word in words], dtype=torch.int64)
+            found += tokens.slices(by, rows.at_tokens(number_B), names)
+    for by, bucket_N in _of_sessions(share).items():
+        found += tokens.slices(by, bucket_N, LABELS[by])
     return found
 
 
-def _of_sessions(turns_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Each token's place in LABELS. The last turn is its session's, which may have several rows."""
-    starts = {
-        name: torch.tensor(edges)
-        for name, edges in (("turn", TURN_STARTS), ("place", PLACE_STARTS))
-    }
-    last_B = turns_BT.amax(dim=1)
-    if batch.samples_B is not None:
-        session_B = torch.stack([batch.groups_B, batch.samples_B]).unique(
-            dim=1, return_inverse=True
-        )[1]
-        last_B = torch.zeros_like(last_B).scatter_reduce(0, session_B, last_B, "amax")[session_B]
-    turn_BT = torch.bucketize(turns_BT, starts["turn"], right=True)
-    turn_BT[(turns_BT == last_B[:, None]) & (turns_BT > 0)] = len(TURNS) - 1
+def _count(numbers_N: Tensor) -> int:
+    """One more than the largest number; 0 where there is none."""
+    return int(numbers_N.max()) + 1 if len(numbers_N) else 0
 
-    column_T = torch.arange(turns_BT.shape[1])
-    other_BT = turns_BT[:, 1:] != turns_BT[:, :-1]  # whether a turn ends before the next token
-    ends_BT, begins_BT = (
-        torch.nn.functional.pad(other_BT, side, value=True) for side in ((0, 1), (1, 0))
-    )
-    order_BT = column_T - column_T.where(begins_BT, 0).cummax(dim=1).values
-    place_BT = torch.bucketize(order_BT, starts["place"], right=True)
-    place_BT[ends_BT & (order_BT > 0)] = len(PLACES) - 1
-    return {"turn": turn_BT, "place": place_BT}
+
+def _of_sessions(share: Share) -> dict[str, Tensor]:
+    """Each token's place in LABELS; empty without turns. The last turn is its session's, which may
+    have several rows.
+    """
+    batch = share.batch
+    table = share.all
+    turns = batch.turns
+    if turns is None or batch.turns_N is None:
+        return {}
+    turns_N = batch.turns_N.long()
+    last_B = share.everywhere(batch.responses.extreme(turns_N.double(), True).clamp(min=-1))
+    if table.samples_B is not None:
+        _, session_B = torch.stack([table.groups_B, table.samples_B]).unique(
+            dim=1, return_inverse=True
+        )
+        last_B = torch.zeros_like(last_B).scatter_reduce(0, session_B, last_B, "amax")[session_B]
+    last_N = batch.responses.at_tokens(last_B[share.own])
+    turn_N = torch.bucketize(turns_N, torch.tensor(TURN_STARTS), right=True)
+    turn_N[(turns_N == last_N) & (turns_N > 0)] = len(TURNS) - 1
+
+    order_N = turns.place_N
+    place_N = torch.bucketize(order_N, torch.tensor(PLACE_STARTS), right=True)
+    ends_N = torch.nn.functional.pad(order_N[1:] == 0, (0, 1), value=True)
+    place_N[ends_N & (order_N > 0)] = len(PLACES) - 1
+    return {"turn": turn_N, "place": place_N}
 
 
 @torch.no_grad()
-def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
+def mismatch_in_sessions(prox_logprobs_N: Tensor | None, share: Share) -> dict[str, float]:
     """Mismatch of first, middle and last turns, and of their first and last tokens; empty for
     single responses and for what all tokens have in common.
     """
     found: dict[str, float] = {}
-    if prox_logprobs_BT is None or batch.turns_N is None:
+    if prox_logprobs_N is None:
         return found
-    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
-    for by, bucket_BT in _of_sessions(batch.matrix(batch.turns_N, -1).long(), batch).items():
-        bucket_N = bucket_BT[counted_BT]
+    tokens = _Tokens.of(prox_logprobs_N, share)
+    for by, bucket_N in _of_sessions(share).items():
         last = len(LABELS[by]) - 1
         bucket_N = torch.where(bucket_N == last, 1, torch.where(bucket_N == 0, 0, 2))
-        if len(bucket_N.unique()) > 1:
-            found |= _metrics(tokens, tokens.slices(by, bucket_N, SHOWN[by]))
+        slices = tokens.slices(by, bucket_N, (*SHOWN[by], "")[:3])
+        if len(slices) > 1:
+            found |= _metrics([one for one in slices if one.label], tokens.count)
     return found
 
 
 @torch.no_grad()
-def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
+def mismatch_by_format(prox_logprobs_N: Tensor | None, share: Share) -> dict[str, float]:
     """Mismatch of each weight format of a mixed fleet; empty if a single one was used."""
-    formats_B = batch.formats_B
-    if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
+    formats_B = share.all.formats_B
+    if prox_logprobs_N is None or formats_B is None or len(formats_B.unique()) < 2:
         return {}
-    tokens, _ = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
+    tokens = _Tokens.of(prox_logprobs_N, share)
+    format_N = share.batch.responses.at_tokens(formats_B[share.own])
     return _metrics(
-        tokens,
-        tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]),
+        tokens.slices("format", format_N, [format.value for format in Format]), tokens.count
     )
 
 
 @torch.no_grad()
-def mismatch_by_age(
-    prox_logprobs_BT: Tensor | None, batch: Batch, version: int
-) -> dict[str, float]:
+def mismatch_by_age(prox_logprobs_N: Tensor | None, share: Share, version: int) -> dict[str, float]:
     """Mismatch of fresh tokens (numerics alone), and of older ones (which includes learning).
 
     `version`: the learner's. Empty where all tokens are fresh: `rollout_corr/kl` etc. are theirs.
     """
-    old_BT = batch.token_versions_BT < version
-    if prox_logprobs_BT is None or not bool((old_BT & batch.mask_BT).any()):
+    if prox_logprobs_N is None:
         return {}
-    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
-    return _metrics(tokens, tokens.slices("staleness", old_BT[counted_BT].long(), AGES))
+    old_N = share.batch.token_versions_N < version
+    if not share.replicas.sum((old_N & share.batch.mask_N).sum()):
+        return {}
+    tokens = _Tokens.of(prox_logprobs_N, share)
+    return _metrics(tokens.slices("staleness", old_N.long(), AGES), tokens.count)
 
 
-def _metrics(tokens: _Tokens, parts: Iterable[Slice]) -> dict[str, float]:
+def _metrics(parts: Iterable[Slice], tokens: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for part in parts:
         metrics |= {
@@ -203,40 +202,47 @@ def _metrics(tokens: _Tokens, parts: Iterable[Slice]) -> dict[str, float]:
             f"rollout_corr/{part.label}/k3_kl": part.k3_kl,
             f"rollout_corr/{part.label}/logp_abs_diff_mean": part.abs_diff,
             f"rollout_corr/{part.label}/mult_prob_error": part.mult_prob_error,
-            f"rollout_corr/{part.label}/token_fraction": part.tokens / len(tokens.d_N),
+            f"rollout_corr/{part.label}/token_fraction": part.tokens / tokens,
         }
     return metrics
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens with a ratio: their d, and the row of each."""
+    """The tokens with a ratio of a replica's rows."""
 
-    d_N: Tensor
-    row_N: Tensor
+    counted_N: Tensor  # which they are
+    d: Tensor  # float64, of these alone
+    count: int  # of all replicas
+    replicas: Replicas
 
     @classmethod
-    def of(cls, prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[_Tokens, Tensor]:
-        """The tokens, and where they are."""
-        d_BT = prox_BT.float() - sampler_BT.float()
-        counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
-        return cls(d_BT[counted_BT], counted_BT.nonzero()[:, 0]), counted_BT
+    def of(cls, prox_N: Tensor, share: Share) -> _Tokens:
+        d_N = prox_N.float() - share.batch.sampler_logprobs_N.float()
+        counted_N = share.batch.mask_N & torch.isfinite(d_N)
+        count = int(share.replicas.sum(counted_N.sum()))
+        return cls(counted_N, d_N[counted_N].double(), count, share.replicas)
 
-    def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> Iterator[Slice]:
-        for bucket, label in enumerate(names):
-            inside_N = bucket_N == bucket
-            d = self.d_N[inside_N].double()
-            if not len(d):
-                continue
-            yield Slice(
-                by=by,
-                label=label,
-                tokens=len(d),
-                kl=float(-d.mean()),
-                k3_kl=float((bounded_exp(d) - 1.0 - d).mean()),
-                abs_diff=float(d.abs().mean()),
-                mult_prob_error=float(bounded_exp(d.abs()).mean()),
-            )
+    def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> list[Slice]:
+        """Slices of all replicas' tokens; a bucket without a token is left out."""
+        bucket = bucket_N[self.counted_N]
+        d = self.d
+        inside = (bucket >= 0) & (bucket < len(names))
+        values = (torch.ones_like(d), -d, bounded_exp(d) - 1.0 - d, d.abs(), bounded_exp(d.abs()))
+        sums = torch.stack(
+            [
+                torch.bincount(bucket[inside], weights=one[inside], minlength=len(names))
+                for one in values
+            ]
+        )
+        found = []
+        for label, (tokens, *totals) in zip(
+            names, self.replicas.sum(sums).t().tolist(), strict=True
+        ):
+            if tokens:
+                means = (total / tokens for total in totals)
+                found.append(Slice(by, label, int(tokens), *means))
+        return found
 
 
 def pooled(parts: Iterable[Slice]) -> list[Slice]:

@@ -7,94 +7,105 @@ token's probability. With d = p - mu and rho = exp(d), tokens without a ratio ar
 (`non_finite`), tokens and sequences rejected by rules on d (`reject`), the rest weighed (`weight`),
 and the disagreement measured (`metrics`, under `rollout_corr/`).
 
-Pure: the caller hands over the rows. They are worked on in slices that fit a core's cache; only
-`budget`, `target_ess` and `normalize` look at all together, and need the global batch.
-`docs/corrections.md` explains how to choose.
+Every replica corrects its own rows. What looks at all rows (`budget`, `target_ess`, `normalize`, a
+group's baseline, metrics) is solved on sums over replicas, the same on each. Rows are worked on in
+parts that fit a core's cache. `docs/corrections.md` explains how to choose.
 
-Shape legend: B sequences, T response positions (right-padded).
+Shape legend: N response tokens, B rows.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
-from megatron_rl.batch import Batch
+from megatron_rl.batch import Batch, OneReplica, Replicas, Share, Targets
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, NonFinite, Stat
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Anchor,
+    CorrectionConfig,
+    Level,
+    NonFinite,
+    RejectRule,
+    Stat,
+)
 from megatron_rl.config.shape import sound
-from megatron_rl.rollout_correction.batch import (
-    BatchWork,
-    Source,
-    apply_weights,
-    weigh_again,
-    weight_quality,
+from megatron_rl.rollout_correction.metrics import (
+    PREFIX,
+    MismatchSums,
+    WeightSums,
+    weight_metrics,
 )
-from megatron_rl.rollout_correction.metrics import PREFIX
-from megatron_rl.rollout_correction.ratio import (
-    LogRatio,
-    exact_log_ratio,
-    filled,
-    log_ratio,
-    row_chunks,
+from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, log_ratio
+from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
+from megatron_rl.rollout_correction.weights import (
+    Weighted,
+    bound,
+    fraction_bounds,
+    raw_ratio,
+    solve_cap,
+    units,
 )
-from megatron_rl.rollout_correction.rules import violations
-from megatron_rl.rollout_correction.weights import bound, raw_ratio
+from megatron_rl.segments import Segments
+
+PART_TOKENS = 1 << 17  # that stay in a core's cache
+
+# of the rows that count in their group's baseline: advantages, and which of them have one
+Judge = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Correction:
-    """`weights_BT` is 0 where `mask_BT` is false; reductions count `denominator_mask_BT`."""
+    """`weights_N` is 0 where `mask_N` is false; reductions count `denominator_mask_N`."""
 
-    weights_BT: Tensor  # float32, detached
-    mask_BT: Tensor  # bool: tokens that are trained on
-    denominator_mask_BT: Tensor  # bool
+    weights_N: Tensor  # float32, detached
+    mask_N: Tensor  # bool: tokens that are trained on
+    denominator_mask_N: Tensor  # bool
     metrics: dict[str, float]
     # bool: rows that had a response token and lost all to the unconditional rules
     rejected_B: Tensor
-    source: Source
+    advantages_B: Tensor  # float32
+    prox_logprobs_N: Tensor | None
     cap: float | None = None  # in force: weight.high, or the one that was solved for target_ess
-
-    def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
-        """Rows that count in their group's baseline: `keep_N` of `group_advantages`.
-
-        With `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
-        (truncated responses under reward.overlong_filter); later departures still count.
-        """
-        if config.rebaseline:
-            return filled(self.source.mask_BT) & ~self.rejected_B
-        return torch.ones_like(self.rejected_B)
 
 
 def correct(
-    anchor_logprobs_BT: Tensor | None,
-    batch: Batch,
+    share: Share,
+    anchor_logprobs_N: Tensor | None,
     config: CorrectionConfig,
     advantage: AdvantageConfig,
-) -> tuple[Correction, Tensor]:
-    """A batch's correction and its advantages, float32 [B].
+) -> tuple[Correction, Tensor, Tensor]:
+    """The correction of a replica's rows; advantages of all rows, float32, and which rows count in
+    their group's baseline.
 
-    Correction first, so that rejected responses can leave their group's baseline; then the
-    advantages; then the rules that read them. A response without a score is in neither the mask nor
-    the baseline. Without an anchor the loss completes the correction (`completed`).
+    Rules first, so that rejected responses can leave their group's baseline; then the advantages;
+    then the rules that read them. A response without a score is in neither the mask nor the
+    baseline. Without an anchor the loss completes the correction (`completed`).
     """
-    prox_BT = anchor_logprobs_BT if config.anchor == Anchor.prox else None
-    correction = rollout_correction(
-        prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT
-    )
-    counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
-    advantages_B, keep_B = session_advantages(
-        batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage
-    )
-    kept = keep_rows(correction, keep_B, config)
-    return apply_conditional_rules(kept, advantages_B, config), advantages_B
+    table = share.all
+    of_all = []
+
+    def judge(own_baseline_B: Tensor) -> tuple[Tensor, Tensor]:
+        baseline_B = share.everywhere(own_baseline_B)
+        counted_B = baseline_B & torch.isfinite(table.rewards_B)
+        advantages_B, kept_B = session_advantages(
+            table.rewards_B, table.groups_B, table.samples_B, counted_B, advantage
+        )
+        of_all.append((advantages_B, baseline_B))
+        return advantages_B[share.own], kept_B[share.own]
+
+    prox_N = anchor_logprobs_N if config.anchor == Anchor.prox else None
+    correction = rollout_correction(share.batch, prox_N, config, share.replicas, judge)
+    return correction, *of_all[0]
 
 
 def completed(
     correction: Correction,
-    logprobs_BT: Tensor,
-    batch: Batch,
+    logprobs_N: Tensor,
+    share: Share,
     config: CorrectionConfig,
     advantage: AdvantageConfig,
 ) -> Correction:
@@ -103,93 +114,269 @@ def completed(
     They are NaN in rows that the update skipped; those are not measured. Weights and masks are the
     ones that the loss has used.
     """
-    seen_B1 = filled(correction.mask_BT)[:, None]
-    if not seen_B1.any():
+    batch = share.batch
+    seen_B = batch.responses.sum(as_float(correction.mask_N)) > 0
+    if not share.everywhere(seen_B).any():
         return correction
-    return correct(
-        logprobs_BT, batch.with_matrices(mask_BT=batch.mask_BT & seen_B1), config, advantage
-    )[0]
+    seen = replace(batch, mask_N=batch.mask_N & batch.responses.at_tokens(seen_B))
+    return correct(replace(share, batch=seen), logprobs_N, config, advantage)[0]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Neighbouring rows."""
+
+    rows: slice
+    tokens: slice
+    ratio: LogRatio
 
 
 @torch.no_grad()
 def rollout_correction(
-    prox_logprobs_BT: Tensor | None,
-    sampler_logprobs_BT: Tensor,
-    mask_BT: Tensor,
+    batch: Batch,
+    prox_logprobs_N: Tensor | None,
     config: CorrectionConfig,
-    turns_BT: Tensor | None = None,
+    replicas: Replicas | None = None,
+    judge: Judge | None = None,
 ) -> Correction:
-    """Weights, mask and metrics of the global batch or the loss's rows; without turns a row is one.
+    """Weights, mask and metrics of a replica's rows.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the
     batch) pass None, and give `config` to `policy_loss`, which finishes the correction from the
     policy's own logprobs.
     """
-    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool(), turns_BT)
-    _check(source, config)
-    if prox_logprobs_BT is None:
-        return _without_prox(source, config)
-    work = BatchWork(source, config)
-    for rows in row_chunks(source.mask_BT):
-        work.observe(rows)
-        if not work.needs_all_rows:
-            work.weigh(rows)
-    if work.needs_all_rows:
-        work.apply_budgets()
-        work.solve_target()
-        for rows in row_chunks(source.mask_BT):
-            work.weigh(rows)
-    metrics = work.finish()
-    # a copy, in memory that is free by now: the mask and the denominators are narrowed one without
-    # the other
-    if config.renormalize:
-        denominator_BT = work.stays_BT.copy_(work.kept_BT)
+    replicas = replicas or OneReplica()
+    _check(batch, prox_logprobs_N, config)
+    mask_N = batch.mask_N
+    rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
+    unconditional = [rule for rule in rules if rule.when is None]
+    kept_N = torch.empty_like(mask_N)
+    stays_N = torch.empty_like(mask_N)
+    mismatch = MismatchSums()
+    weights_N = torch.empty(mask_N.shape, dtype=torch.float32)  # holds d until they are known
+    parts = []
+    for part in _parts(batch, prox_logprobs_N, config, weights_N):
+        ratio = part.ratio
+        stays_N[part.tokens] = kept_part_N = ratio.stays_N
+        if prox_logprobs_N is not None:
+            for rule in unconditional:
+                if rule.budget is None:
+                    kept_part_N = kept_part_N & ~violations(rule, ratio)
+            mismatch.count(ratio)
+        else:
+            mismatch.add(sampler_faults=ratio.sampler_faults)
+        kept_N[part.tokens] = kept_part_N
+        parts.append(replace(part, ratio=replace(ratio)))  # without what it has derived
+    cap = config.weight.high
+    if prox_logprobs_N is not None:
+        _apply_budgets(parts, kept_N, unconditional, replicas)
+        if config.weight.target_ess is not None:
+            cap = _solved_cap(parts, kept_N, config, replicas)
+    responses = batch.responses
+    had_B = responses.sum(as_float(mask_N)) > 0
+    rejected_B = had_B & ~(responses.sum(as_float(kept_N)) > 0)
+    advantages_B = torch.ones(len(batch))
+    if judge is not None:
+        # with `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
+        # (truncated responses under reward.overlong_filter); later departures still count
+        counted_B = had_B & ~rejected_B if config.rebaseline else torch.ones_like(had_B)
+        advantages_B, keep_B = judge(counted_B)
+        kept_N &= responses.at_tokens(keep_B)
+    if prox_logprobs_N is None:
+        for part in parts:
+            counted_N = part.ratio.counted_N & kept_N[part.tokens]
+            weights_N[part.tokens] = as_float(counted_N)
+        faults = mismatch.reduced(replicas)["sampler_faults"]
+        metrics = {PREFIX + "non_finite_sampler": faults}
     else:
-        denominator_BT = work.stays_BT
-    rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
+        _apply_conditional(parts, kept_N, rules, advantages_B)
+        metrics = mismatch.metrics(replicas)
+        metrics |= _weigh(parts, kept_N, weights_N, advantages_B, cap, config, replicas)
     return Correction(
-        work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.cap
+        weights_N,
+        kept_N,
+        kept_N.clone() if config.renormalize else stays_N,
+        metrics,
+        rejected_B,
+        advantages_B,
+        prox_logprobs_N,
+        cap,
     )
+
+
+def _parts(
+    batch: Batch, prox_logprobs_N: Tensor | None, config: CorrectionConfig, d_N: Tensor
+) -> Iterator[_Part]:
+    """Parts of a batch with their log-ratios, written to `d_N`. One of them at least."""
+    lengths = batch.response_lengths_B
+    ends = lengths.cumsum(0)
+    first = start = 0
+    while True:
+        last = int(torch.searchsorted(ends, start + PART_TOKENS, right=True))
+        last = min(max(last, first + 1), len(lengths))
+        end = int(ends[last - 1]) if last else 0
+        rows = slice(first, last)
+        tokens = slice(start, end)
+        segments = Segments.rows(lengths[rows], end - start)
+        turns = None
+        if batch.turns_N is not None:
+            turns = Segments.turns(batch.turns_N[tokens], segments)
+        sampler_N = batch.sampler_logprobs_N[tokens]
+        if prox_logprobs_N is None:
+            prox_N = torch.zeros_like(sampler_N)
+        else:
+            prox_N = prox_logprobs_N[tokens]
+        ratio = log_ratio(
+            prox_N, sampler_N, batch.mask_N[tokens], config.non_finite, segments, turns, d_N[tokens]
+        )
+        yield _Part(rows, tokens, ratio)
+        first = last
+        start = end
+        if last == len(lengths):
+            return
+
+
+def _apply_budgets(
+    parts: list[_Part], kept_N: Tensor, rules: list[RejectRule], replicas: Replicas
+) -> None:
+    """Rules with a budget, on the statistic of the whole batch before any rule masked."""
+    for rule in rules:
+        if rule.budget is None:
+            continue
+        stats = [stat_of(rule, part.ratio)[judged(rule, part.ratio)] for part in parts]
+        cutoff = budget_cutoff(torch.cat(stats), rule.budget, replicas)
+        for part in parts:
+            beyond = (stat_of(rule, part.ratio) >= cutoff) & judged(rule, part.ratio)
+            kept_N[part.tokens] &= ~part.ratio.at_tokens(rule.level, beyond)
+
+
+def _solved_cap(
+    parts: list[_Part], kept_N: Tensor, config: CorrectionConfig, replicas: Replicas
+) -> float:
+    weight = config.weight
+    found = []
+    for part in parts:
+        ratio = part.ratio
+        weighed_N = kept_N[part.tokens] & ratio.counted_N
+        ones = 0
+        if ratio.one_N is not None:
+            ones = int((ratio.one_N & kept_N[part.tokens]).sum())
+            weighed_N = weighed_N & ~ratio.one_N
+        tokens = as_float(weighed_N)
+        if weight.level in (Level.sequence, Level.turn):
+            tokens = ratio.sums(weight.level, tokens)
+        found.append(Weighted(raw_ratio(weight, ratio), tokens, ones))
+    kept = float(replicas.sum(kept_N.sum(dtype=torch.float64)))
+    return solve_cap(found, weight, kept, replicas)
+
+
+def _apply_conditional(
+    parts: list[_Part], kept_N: Tensor, rules: list[RejectRule], advantages_B: Tensor
+) -> None:
+    """Rules with `when`, once the advantages are known; they move no baseline."""
+    for rule in rules:
+        if rule.when is None:
+            continue
+        for part in parts:
+            wrong_N = part.ratio.rows.at_tokens(advantages_B[part.rows] < 0)
+            kept_N[part.tokens] &= ~(violations(rule, part.ratio) & wrong_N)
+
+
+def _weigh(
+    parts: list[_Part],
+    kept_N: Tensor,
+    weights_N: Tensor,
+    advantages_B: Tensor,
+    cap: float | None,
+    config: CorrectionConfig,
+    replicas: Replicas,
+) -> dict[str, float]:
+    """Weights of the kept tokens, into `weights_N`; metrics of them."""
+    weight = config.weight
+    applied = WeightSums()
+    for part in parts:
+        ratio = part.ratio
+        out_N = weights_N[part.tokens]  # the memory of `ratio.d_N`
+        kept_float_N = as_float(kept_N[part.tokens])
+        applied.count_rows(ratio.rows.sum(as_float(ratio.stays_N)), ratio.rows.sum(kept_float_N))
+        raw = raw_ratio(weight, ratio)
+        bounded = bound(weight, raw, cap)
+        applied.count_units(
+            raw, bounded, units(weight, ratio, kept_float_N), *fraction_bounds(weight, cap)
+        )
+        raw_N = ratio.at_tokens(weight.level, raw)
+        _fill_weights(weight.level, ratio, bounded, kept_float_N, out_N)
+        if weight.level == Level.none:
+            measured_N = kept_float_N * ratio.counted_float_N
+            applied.count_weights(raw_N * measured_N, measured_N)
+        else:
+            applied.count_weights(out_N, kept_float_N)
+        advantages_N = ratio.rows.at_tokens(advantages_B[part.rows])
+        applied.count_returns(out_N, raw_N * kept_float_N, advantages_N)
+    found = applied.reduced(replicas)
+    scale = 1.0
+    if weight.normalize and weight.level != Level.none:
+        if weight.level in (Level.sequence, Level.turn):
+            total, count = found["unit_total"], found["units"]
+        else:
+            total, count = found["total"], found["n"]
+        if total:
+            scale = count / total
+            weights_N.div_(total / count)
+    metrics = weight_metrics(found, scale)
+    if weight.target_ess is not None and cap is not None:
+        metrics[PREFIX + "cap"] = cap
+    return metrics
+
+
+def _fill_weights(
+    level: Level, ratio: LogRatio, bounded: Tensor, kept_float_N: Tensor, out_N: Tensor
+) -> None:
+    """Write weights of kept tokens to `out_N`, 0 elsewhere, from bounded ratios of the level."""
+    torch.mul(ratio.at_tokens(level, bounded), kept_float_N, out=out_N)
+    ratio.fix_weights_(out_N, kept_float_N > 0)
 
 
 @torch.no_grad()
 def correct_micro_batch(
-    prox_BT: Tensor,
-    sampler_BT: Tensor,
-    mask_BT: Tensor,
-    turns_BT: Tensor | None,
-    advantages_B: Tensor,
-    config: CorrectionConfig,
+    prox_N: Tensor, targets: Targets, config: CorrectionConfig
 ) -> tuple[LogRatio, Tensor, Tensor]:
     """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits
     for a device.
     """
-    # faults of the sampler that are to raise have done so before the update: see `_without_prox`
+    # faults of the sampler that are to raise have done so before the update
     if config.non_finite == NonFinite.raise_:
         policy = NonFinite.drop
     else:
         policy = config.non_finite
-    weights_BT = torch.empty_like(mask_BT, dtype=torch.float32)
     ratio = exact_log_ratio(
-        prox_BT, sampler_BT, mask_BT, policy, torch.empty_like(weights_BT), turns_BT
+        prox_N,
+        targets.sampler_logprobs_N,
+        targets.mask_N,
+        policy,
+        targets.responses,
+        targets.turns,
+        torch.empty_like(targets.mask_N, dtype=torch.float32),
     )
-    kept_BT = ratio.stays_BT
+    kept_N = ratio.stays_N
     for rule in config.reject:
         if rule.stat == Stat.staleness:
             continue
-        rejected = violations(rule, ratio)
+        rejected_N = violations(rule, ratio)
         if rule.when is not None:
-            rejected = rejected & (advantages_B[:, None] < 0)
-        kept_BT = kept_BT & ~rejected
+            wrong_N = targets.responses.at_tokens(targets.advantages_B < 0)
+            rejected_N = rejected_N & wrong_N
+        kept_N = kept_N & ~rejected_N
     bounded = bound(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
-    apply_weights(config.weight, ratio, bounded, kept_BT, weights_BT)
-    return ratio, weights_BT, kept_BT
+    weights_N = torch.empty_like(ratio.d_N)
+    _fill_weights(config.weight.level, ratio, bounded, as_float(kept_N), weights_N)
+    return ratio, weights_N, kept_N
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
     """Learner updates since each token was sampled, if the loss needs them; `version`: now."""
     if config.anchor == Anchor.interpolated:
-        return (version - batch.token_versions_BT).clamp(min=0).float()
+        return (version - batch.token_versions_N).clamp(min=0).float()
     return None
 
 
@@ -204,109 +391,37 @@ def without_stale(
     rules = [rule for rule in config.reject if rule.stat == Stat.staleness]
     if not rules:
         return batch, {}
-    mask_BT = batch.mask_BT
-    age_BT = (version - batch.token_versions_BT).clamp(min=0).float() * mask_BT
-    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0, batch.turns_BT)
-    young_BT = mask_BT
+    mask_N = batch.mask_N
+    age_N = (version - batch.token_versions_N).clamp(min=0).float() * mask_N
+    ages = LogRatio(age_N, mask_N, mask_N, batch.responses, batch.turns)
+    young_N = mask_N
     for rule in rules:
-        young_BT = young_BT & ~violations(rule, ages)
-    rejected = 1.0 - int(young_BT.sum()) / max(1, int(mask_BT.sum()))
-    return batch.with_matrices(mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}
+        young_N = young_N & ~violations(rule, ages)
+    rejected = 1.0 - int(young_N.sum()) / max(1, int(mask_N.sum()))
+    return replace(batch, mask_N=young_N), {PREFIX + "stale_masked_fraction": rejected}
 
 
-def _check(source: Source, config: CorrectionConfig) -> None:
+def _check(batch: Batch, prox_logprobs_N: Tensor | None, config: CorrectionConfig) -> None:
     """Tensors that broadcast and words that are none of an enum's would pass for something else."""
-    shape = source.mask_BT.shape
-    for name, logprobs_BT in (
-        ("proximal", source.prox_logprobs_BT),
-        ("sampler", source.sampler_logprobs_BT),
-    ):
-        if logprobs_BT is not None and logprobs_BT.shape != shape:
+    tokens = batch.responses.tokens
+    columns = {
+        "proximal logprobs": prox_logprobs_N,
+        "sampler's logprobs": batch.sampler_logprobs_N,
+        "mask": batch.mask_N,
+        "turns": batch.turns_N,
+    }
+    for name, column in columns.items():
+        if column is not None and column.shape != (tokens,):
             raise ValueError(
-                f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
-                "hand over one logprob and one mask entry for each position of each row"
+                f"the {name} are {list(column.shape)} and the batch has {tokens} response tokens: "
+                "hand over one value for each"
             )
-    if source.turns_BT is not None and source.turns_BT.shape != shape:
-        turns = list(source.turns_BT.shape)
-        raise ValueError(
-            f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of "
-            "each row"
-        )
     _, unknown = sound(config, "correction")
     if unknown:
         raise ValueError("; ".join(unknown))
-
-
-def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
-    """Correction without the learner's logprobs: masks non-finite logprobs of the sampler."""
-    for key in of_the_whole_batch(config):
-        raise ValueError(
-            f"{key} needs the learner's logprobs of the whole batch before the loss; they are None"
-        )
-    weights_BT = torch.empty(
-        source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device
-    )
-    stays_BT = torch.empty_like(source.mask_BT)
-    faults = 0
-    for rows in row_chunks(source.mask_BT):
-        sampler_BT = source.sampler_logprobs_BT[rows]
-        zeros_BT = torch.zeros_like(sampler_BT)
-        ratio = log_ratio(
-            zeros_BT, sampler_BT, source.mask_BT[rows], config.non_finite, weights_BT[rows]
-        )
-        stays_BT[rows] = ratio.stays_BT
-        weights_BT[rows] = ratio.counted_BT.float()
-        faults += int(ratio.sampler_faults)
-    rejected_B = filled(source.mask_BT) & ~filled(stays_BT)
-    metrics = {PREFIX + "non_finite_sampler": float(faults)}
-    return Correction(weights_BT, stays_BT, stays_BT.clone(), metrics, rejected_B, source)
-
-
-@torch.no_grad()
-def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) -> Correction:
-    """Drop rows that the advantages cannot use (a group with one survivor), like rejected ones."""
-    return _narrow(correction, correction.mask_BT & keep_B.bool()[:, None], config)
-
-
-@torch.no_grad()
-def apply_conditional_rules(
-    correction: Correction, advantages_B: Tensor, config: CorrectionConfig
-) -> Correction:
-    """Rules with `when`, once the advantages are known; they move no baseline.
-
-    Adds `weight_bias` and `weight_variance`, which need the advantages too.
-    """
-    if correction.source.prox_logprobs_BT is None:
-        return correction
-    rules = [rule for rule in config.reject if rule.when is not None]
-    kept_BT = correction.mask_BT
-    if rules:
-        kept_BT = kept_BT.clone()
-        for rows in row_chunks(kept_BT):
-            ratio = correction.source.ratio(rows, config)
-            wrong_B1 = advantages_B[rows, None] < 0
-            for rule in rules:
-                kept_BT[rows] &= ~(violations(rule, ratio) & wrong_B1)
-    correction = _narrow(correction, kept_BT, config)
-    quality = weight_quality(
-        correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config
-    )
-    return replace(correction, metrics=correction.metrics | quality)
-
-
-def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:
-    """Restrict a correction to `kept_BT`, recomputing what depends on the surviving tokens."""
-    gone_BT = correction.mask_BT & ~kept_BT
-    if not gone_BT.any():
-        return correction
-    denominator_BT = correction.denominator_mask_BT
-    weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
-    if config.renormalize:
-        denominator_BT = denominator_BT & ~gone_BT
-    narrowed = replace(
-        correction, weights_BT=weights_BT, mask_BT=kept_BT, denominator_mask_BT=denominator_BT
-    )
-    if correction.source.prox_logprobs_BT is None:
-        return narrowed
-    again = weigh_again(correction.source, weights_BT, kept_BT, correction.cap, config)
-    return replace(narrowed, metrics=correction.metrics | again)
+    if prox_logprobs_N is None:
+        for key in of_the_whole_batch(config):
+            raise ValueError(
+                f"{key} needs the learner's logprobs of the whole batch before the loss; they are "
+                "None"
+            )

@@ -1,6 +1,6 @@
 """Importance weights from log-ratios: level, bounds, the cap that meets a target ESS.
 
-Shape legend: B sequences, T response positions. d = p - mu.
+Shape legend: N response tokens. d = p - mu.
 """
 
 import math
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import Replicas
 from megatron_rl.config.schema import Aggregate, Level, Outside, WeightConfig
 from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
 
@@ -17,9 +18,9 @@ SEARCH_STEPS = 40
 
 
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
-    """The unbounded ratio: [B, T] per token and prefix, [B, 1] per sequence, a column per turn."""
+    """The unbounded ratio per token, prefix, row or turn."""
     if config.level in (Level.none, Level.token):
-        return ratio.rho_BT
+        return ratio.rho_N
     return bounded_exp(aggregated(config.level, config.aggregate, ratio))
 
 
@@ -30,13 +31,11 @@ def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
     return ratio.totals(level)
 
 
-def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
-    """1 per kept token, turn or row, shaped as its raw ratio: the units that bounds act on."""
-    if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
-        return (ratio.counts_BK > 0).float()
+def units(config: WeightConfig, ratio: LogRatio, kept_float_N: Tensor) -> Tensor:
+    """1 per kept token, turn or row: the units that bounds act on."""
     if config.level in (Level.sequence, Level.turn):
-        return (ratio.sums(config.level, kept_float_BT) > 0).float()
-    return kept_float_BT
+        return (ratio.sums(config.level, kept_float_N) > 0).float()
+    return kept_float_N
 
 
 def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
@@ -73,47 +72,46 @@ class Weighted:
     fixed_ones: int  # kept tokens whose weight is 1 whatever the cap
 
 
-def _sums(
-    parts: Sequence[Weighted], config: WeightConfig, cap: float | None
-) -> tuple[float, float]:
-    """Sums of the weights of all kept tokens, and of their squares."""
-    total = float(sum(part.fixed_ones for part in parts))
-    square = total
-    for part in parts:
-        weights = bound(config, part.raw, cap)
-        weighted = weights * part.tokens
-        total += float(weighted.sum())
-        square += float(torch.dot(weighted.flatten(), weights.flatten()))
-    return total, square
-
-
 def effective_sample_size(
-    parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int
+    parts: Sequence[Weighted],
+    config: WeightConfig,
+    cap: float | None,
+    kept: float,
+    replicas: Replicas,
 ) -> float:
-    """(sum w)^2 / (n sum w^2) over kept tokens."""
-    total, square = _sums(parts, config, cap)
+    """(sum w)^2 / (n sum w^2) over the kept tokens of all replicas."""
+    found = torch.zeros(2, dtype=torch.float64)
+    for part in parts:
+        weights = bound(config, part.raw, cap).double()
+        weighted = weights * part.tokens
+        found += torch.stack((weighted.sum(), torch.dot(weighted, weights))) + part.fixed_ones
+    total, square = replicas.sum(found).tolist()
     if square > 0:
         return total * total / (kept * square)
     return 0.0
 
 
-def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:
+def solve_cap(
+    parts: Sequence[Weighted], config: WeightConfig, kept: float, replicas: Replicas
+) -> float:
     """The largest cap in [1, high] whose weights reach the target effective sample size.
 
     With truncation the sample size only falls as the cap rises, so halving the interval finds it.
-    The ceiling is returned where it is good enough, the floor of 1 where nothing is.
+    The ceiling is returned where it is good enough, the floor of 1 where nothing is. `kept`: of all
+    replicas.
     """
     target = config.target_ess
     assert target is not None
     highest = max((float(part.raw.max()) for part in parts if part.raw.numel()), default=1.0)
+    highest = float(replicas.largest(torch.tensor([highest], dtype=torch.float64)))
     ceiling = max(1.0, highest if config.high is None else config.high)
-    if kept == 0 or effective_sample_size(parts, config, ceiling, kept) >= target:
+    if kept == 0 or effective_sample_size(parts, config, ceiling, kept, replicas) >= target:
         return ceiling
     low = 0.0
     high = math.log(min(ceiling, max(highest, 1.0)))
     for _ in range(SEARCH_STEPS):
         middle = 0.5 * (low + high)
-        if effective_sample_size(parts, config, math.exp(middle), kept) >= target:
+        if effective_sample_size(parts, config, math.exp(middle), kept, replicas) >= target:
             low = middle
         else:
             high = middle

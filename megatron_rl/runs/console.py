@@ -296,26 +296,30 @@ class LiveDisplay:
 Display = PlainDisplay | LiveDisplay
 
 
-def choose(scored: Sequence[Scored], prox_logprobs_BT: torch.Tensor | None) -> list[int]:
+def choose(scored: Sequence[Scored], prox_logprobs_N: torch.Tensor | None) -> list[int]:
     """Places of answers to show: the first right one, the first that is not, the one where the
     engines differ most.
     """
     right = [place for place, one in enumerate(scored) if one.verdict == Verdict.right]
     other = [place for place, one in enumerate(scored) if one.verdict != Verdict.right]
     found = [*right[:1], *other[:1]]
-    differences = [difference(one, prox_logprobs_BT, place) for place, one in enumerate(scored)]
-    known = [place for place, value in enumerate(differences) if math.isfinite(value)]
-    if known:
-        found.append(max(known, key=differences.__getitem__))
+    if prox_logprobs_N is not None:
+        lengths = [len(one.rollout.logprobs) for one in scored]
+        differences = [
+            difference(one, prox)
+            for one, prox in zip(scored, prox_logprobs_N.split(lengths), strict=True)
+        ]
+        known = [place for place, value in enumerate(differences) if math.isfinite(value)]
+        if known:
+            found.append(max(known, key=differences.__getitem__))
     return list(dict.fromkeys(found))
 
 
-def difference(one: Scored, prox_logprobs_BT: torch.Tensor | None, place: int) -> float:
+def difference(one: Scored, prox: torch.Tensor) -> float:
     """Mean of abs d over the answer's tokens; NaN where it is not known."""
-    mu_T = np.asarray(one.rollout.logprobs)
-    if prox_logprobs_BT is None or not len(mu_T):
+    if not len(prox):
         return math.nan
-    return float(np.abs(prox_logprobs_BT[place, : len(mu_T)].numpy(force=True) - mu_T).mean())
+    return float(np.abs(prox.numpy() - np.asarray(one.rollout.logprobs)).mean())
 
 
 def finding(verdict: str | None, error: str | None) -> str:

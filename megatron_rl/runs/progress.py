@@ -14,7 +14,7 @@ from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import decode_line, encode_line
 
 if TYPE_CHECKING:
-    from megatron_rl.batch import Batch
+    from megatron_rl.batch import Share
 
 
 def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) -> str | None:
@@ -32,18 +32,21 @@ class Seen:
     samples: int = 0
     tokens: int = 0
 
-    def after(self, batch: Batch) -> Seen:
-        return Seen(
-            samples=self.samples + len(batch),
-            tokens=self.tokens + int(batch.mask_N.sum()),
-        )
+    def after(self, share: Share) -> Seen:
+        trained = share.replicas.sum(share.batch.mask_N.sum())
+        return Seen(samples=self.samples + len(share.all), tokens=self.tokens + int(trained))
 
-    def metrics(self, batch: Batch, step: int) -> dict[str, float]:
-        staleness_B = (step - 1 - batch.versions_B).clamp(min=0).float()
+    def metrics(self, share: Share, step: int) -> dict[str, float]:
+        batch = share.batch
+        staleness_B = (step - 1 - share.all.versions_B).clamp(min=0).float()
         spanning = {}
         if batch.versions_N is not None:
-            changed_BT = (batch.token_versions_BT != batch.versions_B[:, None]) & batch.mask_BT
-            spanning["rollout/spanning_fraction"] = float(changed_BT.any(dim=1).float().mean())
+            first_N = batch.responses.at_tokens(batch.versions_B)
+            changed_N = (batch.versions_N != first_N) & batch.mask_N
+            changed_B = batch.responses.sum(changed_N.float()) > 0
+            spanning["rollout/spanning_fraction"] = float(
+                share.everywhere(changed_B).float().mean()
+            )
         return {
             "progress/samples": self.samples,
             "progress/tokens": self.tokens,

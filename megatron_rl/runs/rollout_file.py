@@ -1,7 +1,6 @@
 """Reader and writer of rollouts/step_N.parquet: a step's rollouts, a row each, with both logprobs.
 
-Columns that a step does not have are null. Shape suffixes: B sequences, T response positions,
-padded on the right.
+Columns that a step does not have are null. Shape suffixes: B rows, N response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ PIECE = 512  # rows that are written at once
 class Columns(TypedDict, total=False):
     """Values that the step computed about its rollouts; a missing one is null in the file."""
 
-    prox_logprobs_BT: torch.Tensor | None
-    weights_BT: torch.Tensor | None
-    mask_BT: torch.Tensor | None
+    prox_logprobs_N: torch.Tensor | None
+    weights_N: torch.Tensor | None
+    mask_N: torch.Tensor | None
     advantages_B: torch.Tensor | None
     truths: Sequence[Any]  # the data set's own solutions
     pieces: Mapping[int, Sequence[str]]  # text of each token, by the place of the answer
@@ -89,13 +88,21 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
         replacing(path) as partial,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=WORDS) as file,
     ):
+        first = 0  # token of the piece
         for start in range(0, len(scored), PIECE):
             rows = slice(start, start + PIECE)
-            file.write_table(_table(scored[rows], truths[rows], columns, rows))
+            tokens = sum(len(one.rollout.token_ids) for one in scored[rows])
+            of_tokens = slice(first, first + tokens)
+            file.write_table(_table(scored[rows], truths[rows], columns, rows, of_tokens))
+            first += tokens
 
 
 def _table(
-    scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, rows: slice
+    scored: Sequence[Scored],
+    truths: Sequence[Any],
+    columns: Columns,
+    rows: slice,
+    tokens: slice,
 ) -> pa.Table:
     rollouts = [one.rollout for one in scored]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
@@ -122,9 +129,9 @@ def _table(
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
-        "weights": _responses(columns.get("weights_BT"), rows, lengths),
-        "kept": _responses(columns.get("mask_BT"), rows, lengths),
+        "prox_logprobs": _responses(columns.get("prox_logprobs_N"), tokens, lengths),
+        "weights": _responses(columns.get("weights_N"), tokens, lengths),
+        "kept": _responses(columns.get("mask_N"), tokens, lengths),
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
     return pa.table(table, schema=SCHEMA)
@@ -147,12 +154,12 @@ class Recorded:
 
     scored: list[Scored]
     batch: Batch
-    prox_logprobs_BT: torch.Tensor | None  # None where the step made none
+    prox_logprobs_N: torch.Tensor | None  # None where the step made none
     version: int  # the learner's before the step
 
 
 def load_recorded(path: Path) -> Recorded:
-    from megatron_rl.batch import collate, joined, matrix_of
+    from megatron_rl.batch import collate, joined
 
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}
@@ -161,14 +168,13 @@ def load_recorded(path: Path) -> Recorded:
         _scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)
     ]
     batch = collate(scored)
-    version = int(batch.token_versions_BT.max())
+    version = int(batch.token_versions_N.max())
     if step := STEP.fullmatch(path.name):
         version = int(step[1]) - 1
-    prox_BT = None
+    prox_N = None
     if all(row is not None for row in lists["prox_logprobs"]):
-        prox = joined(lists["prox_logprobs"], "float32")
-        prox_BT = matrix_of(prox, batch.response_lengths_B)
-    return Recorded(scored, batch, prox_BT, version)
+        prox_N = joined(lists["prox_logprobs"], "float32")
+    return Recorded(scored, batch, prox_N, version)
 
 
 def arrays(table: pa.Table, name: str) -> list[Any]:
@@ -207,14 +213,11 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in names if name)
 
 
-def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray) -> pa.Array:
-    """The values left of the padding, as lists."""
-    if values_BT is None:
+def _responses(values_N: torch.Tensor | None, tokens: slice, lengths: np.ndarray) -> pa.Array:
+    if values_N is None:
         return pa.nulls(len(lengths))
-    part = values_BT[rows].numpy(force=True)
-    return _lists(
-        [row[:length] for row, length in zip(part, lengths, strict=True)], lengths, part.dtype
-    )
+    part = values_N[tokens].numpy(force=True)
+    return _lists([part], lengths, part.dtype)
 
 
 def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:

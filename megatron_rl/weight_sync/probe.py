@@ -4,7 +4,7 @@ format under its own budget, and raises with likely causes where they differ by 
 On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times
 worse.
 
-B sequences, T response positions (right-padded).
+N response tokens, B rows.
 """
 
 import math
@@ -117,13 +117,13 @@ class Probe:
 
 
 def compare(
-    sampler_logprobs_BT: torch.Tensor,
-    learner_logprobs_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    sampler_logprobs_N: torch.Tensor,
+    learner_logprobs_N: torch.Tensor,
+    mask_N: torch.Tensor,
     budget: float,
 ) -> ProbeResult:
-    sampler = sampler_logprobs_BT[mask_BT].double()
-    learner = learner_logprobs_BT[mask_BT].double()
+    sampler = sampler_logprobs_N[mask_N].double()
+    learner = learner_logprobs_N[mask_N].double()
     sampler = sampler.cpu()
     learner = learner.cpu()
     both = sampler.isfinite() & learner.isfinite()
@@ -133,26 +133,24 @@ def compare(
         mean_abs=float(difference.abs().mean()) if some else math.nan,
         max_abs=float(difference.abs().max()) if some else math.nan,
         mean=float(difference.mean()) if some else math.nan,
-        tokens=int(mask_BT.sum()),
+        tokens=int(mask_N.sum()),
         missing=int((~sampler.isfinite()).sum()),
         learner_missing=int((~learner.isfinite()).sum()),
         budget=budget,
     )
 
 
-def noise(
-    logprobs_BT: torch.Tensor, rounded_again_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> float:
+def noise(logprobs_N: torch.Tensor, rounded_again_N: torch.Tensor, mask_N: torch.Tensor) -> float:
     """Mean |difference| of the learner's own logprobs, without and with one rounding more on its
     weights.
     """
-    return compare(rounded_again_BT, logprobs_BT, mask_BT, math.inf).mean_abs
+    return compare(rounded_again_N, logprobs_N, mask_N, math.inf).mean_abs
 
 
 def check(
-    sampler_logprobs_BT: torch.Tensor,
-    learner_logprobs_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    sampler_logprobs_N: torch.Tensor,
+    learner_logprobs_N: torch.Tensor,
+    mask_N: torch.Tensor,
     format: Format,
     probe: Probe,
 ) -> ProbeResult:
@@ -164,10 +162,10 @@ def check(
     activations have made of it. Both logprobs must be of the version just synced.
     """
     budget = probe.budget_of(format)
-    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
+    result = compare(sampler_logprobs_N, learner_logprobs_N, mask_N, budget.nats)
     if probe.accepts(result, budget):
         return result
-    cause = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
+    cause = diagnose(sampler_logprobs_N[mask_N].cpu(), result, probe)
     raise SyncMismatch(
         f"after the sync of policy version {probe.version} ({format.value}) sampler and learner "
         f"disagree: mean |difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, "
@@ -187,7 +185,7 @@ def _told(probe: Probe) -> str:
 
 
 def check_formats(
-    batch: Batch, learner_logprobs_BT: torch.Tensor, formats: Sequence[Format], probe: Probe
+    batch: Batch, learner_logprobs_N: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
     """`check` of every weight format of the sampler under its own budget, where it has rows: on
     those sampled with the version just synced, as older ones differ rightly.
@@ -203,11 +201,8 @@ def check_formats(
         if not bool(fresh_B.any()):
             there = f"the batch holds versions {sorted(set(batch.versions_B[rows_B].tolist()))}"
             raise ValueError(f"the probe needs rollouts of policy version {probe.version}, {there}")
-        rows = batch.rows(fresh_B)
-        sampler_BT = rows.sampler_logprobs_BT
-        # the batch's longest response may be of another format
-        learner_BT = learner_logprobs_BT[fresh_B, : sampler_BT.shape[1]]
-        results[format] = check(sampler_BT, learner_BT, rows.mask_BT, format, probe)
+        mask_N = batch.mask_N & batch.responses.at_tokens(fresh_B)
+        results[format] = check(batch.sampler_logprobs_N, learner_logprobs_N, mask_N, format, probe)
     if not results:
         raise ValueError(
             f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none"

@@ -2,7 +2,7 @@
 and a pack's layout; many tensors copied to a device as one. Which rows go where follows from
 lengths alone: no rank has to ask another.
 
-B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X
+B rows of the batch, S positions of a pack, N response tokens of a pack, X
 positions of a pack whose sequences are padded to the length of their bucket.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Sequences
+from megatron_rl.batch import Batch
 from megatron_rl.types import NO_EXPERT
 
 ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
@@ -37,25 +37,24 @@ class Pack:
     """A micro-batch: whole sequences, longest first, with filler between those that ranks share."""
 
     rows: tuple[int, ...]  # of the batch, in the order of the pack
-    horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
     longest: int
     tokens: int  # of its sequences: what follows is filler
     tokens_S: Tensor
     positions_S: Tensor
     starts: Tensor  # int32, one more than there are sequences: where each begins, and the end
     logit_index_N: Tensor  # positions whose logits predict the response tokens
-    labels_N: Tensor  # those response tokens
+    labels_N: Tensor  # those response tokens, row after row
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    # where the sampler has sent each, of this stage's layers: see Sequences.experts_PLK
+    # where the sampler has sent each, of this stage's layers: see Batch.experts_PLK
     experts_SLK: Tensor | None
     read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
-    cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
+    answered: int  # response tokens of its sequences
     buckets: tuple[Bucket, ...]
     padded_index_X: Tensor  # position that each padded place reads
     packed_index_S: Tensor  # padded place of each position
     blanks: Tensor  # padded places that stand for no position
     # where ranks share sequences (context.py), positions and tokens above are this rank's, but for
-    # `cells_N`
+    # `answered`
     real_S: Tensor | None = None  # bool: which positions are no filler
     held_S: Tensor | None = None  # where in the whole pack each position is
     # where in all ranks' shares, joined, each position of the whole pack is
@@ -79,41 +78,50 @@ class Pack:
         }
         return Pack(**{**vars(self), **in_one_copy(tensors, device)})
 
-    def matrix(self, values_N: Tensor) -> Tensor:
-        """Per-token values as [len(rows), horizon], zero where there is no response token."""
-        flat = values_N.new_zeros(len(self.rows) * self.horizon)
-        return flat.index_copy(0, self.cells_N, values_N).view(len(self.rows), self.horizon)
+
+def costs_of(lengths: Sequence[int], attention: float) -> list[float]:
+    """Cost of each row: its length, and `attention` times its square."""
+    return [length + attention * length**2 for length in lengths]
 
 
 def assign_rows(
+    rows: Sequence[int], costs: Sequence[float], trained: Sequence[bool], replicas: int
+) -> list[list[int]]:
+    """Rows of each replica, of like cost, as replicas wait for the slowest. Rows that nothing is
+    trained on, which an update leaves out, come last.
+    """
+    ordered = sorted(rows, key=lambda row: (not trained[row], -costs[row], row))
+    return _spread(ordered, costs, replicas)
+
+
+def micro_batches(
+    rows_of: Sequence[Sequence[int]],
+    replica: int,
     lengths: Sequence[int],
-    replicas: int,
+    costs: Sequence[float],
     budget: int,
     at_least: int = 1,
     same_count: bool = False,
     count_multiple: int = 1,
-    attention: float = 0.0,
     in_step: bool = False,
-) -> list[list[list[int]]]:
-    """Row numbers per replica and micro-batch; a micro-batch may be empty.
+) -> list[list[int]]:
+    """A replica's micro-batches of its rows; one may be empty. `rows_of`: every replica's.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them
-    are made if there are enough rows, rounded up to a multiple of `count_multiple`. Replicas wait
-    for the slowest: they are balanced by cost, a row's length and `attention` times its square. A
-    replica's micro-batches are balanced by tokens, which takes the least memory; with `in_step`,
-    where pipeline stages wait for each other, by cost as far as the budget allows. With
-    `same_count` replicas wait in every micro-batch: all have equally many, and those that run at
-    the same time have like cost.
+    are made if there are enough rows, rounded up to a multiple of `count_multiple`. They are
+    balanced by tokens, which takes the least memory; with `in_step`, where pipeline stages wait for
+    each other, by cost as far as the budget allows. With `same_count` replicas wait for each other
+    in every micro-batch: all have equally many, and those that run at the same time have like cost.
     """
-    costs = [length + attention * length**2 for length in lengths]
-    rows = range(len(lengths))
-    if same_count:
-        packs = _fit(rows, lengths, costs, budget, at_least, count_multiple, replicas)
-        packs.sort(key=lambda pack: -sum(costs[row] for row in pack))
-        return [packs[replica::replicas] for replica in range(replicas)]
-    by = costs if in_step else lengths
-    shares = _spread(rows, costs, replicas)
-    return [_fit(share, lengths, by, budget, at_least, count_multiple) for share in shares]
+    by = costs if in_step or same_count else lengths
+    if not same_count:
+        return _fit(rows_of[replica], lengths, by, budget, at_least, count_multiple)
+    count = 0
+    packs_of: list[list[list[int]]] = [[]]
+    while count != (count := max(at_least, *map(len, packs_of))):
+        packs_of = [_fit(rows, lengths, by, budget, count, count_multiple) for rows in rows_of]
+    packs = sorted(packs_of[replica], key=lambda pack: -sum(costs[row] for row in pack))
+    return packs + [[] for _ in range(count - len(packs))]
 
 
 def _fit(
@@ -122,19 +130,19 @@ def _fit(
     by: Sequence[float],
     budget: int,
     at_least: int,
-    multiple: int = 1,
-    together: int = 1,
+    multiple: int,
 ) -> list[list[int]]:
-    """Micro-batches of `together` replicas that keep to the budget, as few as will do."""
+    """Micro-batches that keep to the budget, as few as will do."""
     tokens = sum(lengths[row] for row in rows)
-    most = -(-len(rows) // together)  # more than there are rows would be empty
-    count = max(1, min(max(-(-tokens // (budget * together)), at_least), most))
-    while (packs := _within(rows, lengths, by, budget, count * together)) is None:
+    count = max(1, min(max(-(-tokens // budget), at_least), len(rows)))
+    while (packs := _within(rows, lengths, by, budget, count)) is None:
         count += 1
     if count % multiple == 0:
         return packs
-    count = -(-count // multiple) * multiple * together
-    return _within(rows, lengths, by, budget, count) or _spread(rows, lengths, count)
+    count = -(-count // multiple) * multiple
+    return _within(rows, lengths, by, budget, count) or _spread(
+        _largest_first(rows, lengths), lengths, count
+    )
 
 
 def _within(
@@ -142,19 +150,21 @@ def _within(
 ) -> list[list[int]] | None:
     """Make `count` micro-batches balanced in `by`, or in length if only that fits; or None."""
     for weights in (lengths,) if by is lengths else (by, lengths):
-        packs = _spread(rows, weights, count)
+        packs = _spread(_largest_first(rows, weights), weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
             return packs
     return None
 
 
+def _largest_first(rows: Sequence[int], by: Sequence[float]) -> list[int]:
+    return sorted(rows, key=lambda row: (-by[row], row))
+
+
 def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[int]]:
-    """Bins of like load: the largest row left goes to the emptiest one; rows keep their order
-    inside a bin.
-    """
+    """Bins of like load: the next row goes to the emptiest one; in a bin they are ascending."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0.0, index) for index in range(count)]
-    for row in sorted(rows, key=lambda row: (-by[row], row)):
+    for row in rows:
         load, index = heapq.heappop(heap)
         bins[index].append(row)
         heapq.heappush(heap, (load + by[row], index))
@@ -162,21 +172,20 @@ def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[i
 
 
 def pack(
-    sequences: Sequences,
+    batch: Batch,
     rows: Sequence[int],
     multiple: int = 1,
-    numbers: Sequence[int] | None = None,
     context: int = 1,
 ) -> Pack:
-    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own
-    in their batch; `context`: ranks that will share each sequence, in two parts of one length each.
+    """Lay out these rows; the pack's length is a multiple of `multiple`. `context`: ranks that will
+    share each sequence, in two parts of one length each.
     """
-    numbers_R = torch.tensor(rows if numbers is None else numbers, dtype=torch.int64)
-    index_R = torch.tensor(rows, dtype=torch.int64)
-    order_R = _longest_first(numbers_R, sequences.lengths_B[index_R])
-    mine = sequences.bare.rows(index_R[order_R])
-    lengths = mine.lengths_B
-    responses = mine.response_lengths_B
+    index_R = torch.tensor(sorted(rows), dtype=torch.int64)
+    index_R = index_R[batch.lengths_B[index_R].argsort(descending=True, stable=True)]
+    lengths = batch.lengths_B[index_R]
+    prompts = batch.prompt_lengths_B[index_R]
+    responses = batch.response_lengths_B[index_R]
+    tokens_P = batch.taken("tokens_P", index_R).long()
     parts = 2 * context if context > 1 else 1
     unit = math.lcm(parts, context * multiple)
     spans = (lengths + parts - 1) // parts * parts
@@ -189,21 +198,18 @@ def pack(
     first_R = starts[: len(lengths)]
     real_P = torch.repeat_interleave(first_R, lengths) + _ramp(lengths)
     positions = int(starts[-1])
-    tokens_S = torch.zeros(positions, dtype=torch.int64).index_copy(0, real_P, mine.tokens_P.long())
+    tokens_S = torch.zeros(positions, dtype=torch.int64).index_copy(0, real_P, tokens_P)
 
-    horizon = int(responses.max()) if len(responses) else 1
-    horizon = max(1, horizon)
     row_N = torch.repeat_interleave(torch.arange(len(lengths)), responses)
     column_N = _ramp(responses)
     # the logits at the last prompt position predict the first response token
-    logit_index_N = (first_R + mine.prompt_lengths_B - 1)[row_N] + column_N
+    logit_index_N = (first_R + prompts - 1)[row_N] + column_N
     buckets = _buckets(spans)
     real_S = torch.zeros(positions, dtype=torch.bool).index_fill(0, real_P, True)
     read_S = real_S.index_fill(0, real_P[lengths.cumsum(0) - 1], False)
     padded_index_X, packed_index_S, blanks = _padding(spans, buckets, starts)
     return Pack(
-        rows=tuple(numbers_R[order_R].tolist()),
-        horizon=horizon,
+        rows=tuple(index_R.tolist()),
         longest=int(spans.max()),
         tokens=int(lengths.sum()),
         tokens_S=tokens_S,
@@ -211,10 +217,10 @@ def pack(
         starts=starts.to(torch.int32),
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
-        kept_NK=_kept(mine),
-        experts_SLK=_experts(mine, real_P, positions),
+        kept_NK=_kept(batch, index_R),
+        experts_SLK=_experts(batch, index_R, real_P, positions),
         read_S=read_S,
-        cells_N=row_N * horizon + column_N,
+        answered=len(row_N),
         buckets=buckets,
         padded_index_X=padded_index_X,
         packed_index_S=packed_index_S,
@@ -223,28 +229,23 @@ def pack(
     )
 
 
-def _longest_first(numbers_R: Tensor, lengths_R: Tensor) -> Tensor:
-    """Places of rows by length, those of one length in the order of their numbers."""
-    by_number = numbers_R.argsort(stable=True)
-    by_length = lengths_R[by_number].argsort(descending=True, stable=True)
-    return by_number[by_length]
-
-
-def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
+def _experts(batch: Batch, index_R: Tensor, real_P: Tensor, positions: int) -> Tensor | None:
     """The sampler's choices at the positions of a pack."""
-    if mine.experts_PLK is None:
+    if batch.experts_PLK is None:
         return None
-    blank_SLK = mine.experts_PLK.new_full((positions, *mine.experts_PLK.shape[1:]), NO_EXPERT)
-    return blank_SLK.index_copy(0, real_P, mine.experts_PLK)
+    experts_PLK = batch.taken("experts_PLK", index_R)
+    blank_SLK = experts_PLK.new_full((positions, *experts_PLK.shape[1:]), NO_EXPERT)
+    return blank_SLK.index_copy(0, real_P, experts_PLK)
 
 
-def _kept(mine: Sequences) -> Tensor | None:
-    if mine.kept_counts_N is None or mine.kept_ids_K is None:
+def _kept(batch: Batch, index_R: Tensor) -> Tensor | None:
+    if batch.kept_ids_K is None:
         return None
-    counts_N = mine.kept_counts_N.long()
+    counts_N = batch.taken("kept_counts_N", index_R).long()
     widest = int(counts_N.max()) if len(counts_N) else 1
     kept_NK = torch.full((len(counts_N), max(1, widest)), -1)
-    kept_NK[torch.arange(kept_NK.shape[1]) < counts_N[:, None]] = mine.kept_ids_K.long()
+    held_NK = torch.arange(kept_NK.shape[1]) < counts_N[:, None]
+    kept_NK[held_NK] = batch.taken("kept_ids_K", index_R).long()
     return kept_NK
 
 

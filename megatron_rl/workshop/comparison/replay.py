@@ -1,14 +1,13 @@
 """`megatron-rl replay`: metrics of other corrections on the batches that a run recorded.
 
 Tables of its sessions' mismatch and of its busiest experts follow, if recorded. Nothing is trained.
-
-Shape suffixes: B sequences, T response positions (right-padded).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.batch import Share
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.correction import correct, without_stale
@@ -46,12 +45,12 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     recorded = [one for _, path in files if (one := readable(path, load_recorded, None, problems))]
     if not recorded:
         raise ConfigError("\n".join(problems))
-    if any(one.prox_logprobs_BT is None for one in recorded):
+    if any(one.prox_logprobs_N is None for one in recorded):
         raise ConfigError(
             f"{run.rollouts}: no learner logprobs were recorded; a run has them with "
             "correction.anchor=prox and a policy loss"
         )
-    tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
+    tokens = sum(int(one.batch.mask_N.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
     told = describe(found) + session_table(recorded) + unread
@@ -82,9 +81,10 @@ def replay(
 def _metrics(
     recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig
 ) -> dict[str, float]:
-    assert recorded.prox_logprobs_BT is not None
+    assert recorded.prox_logprobs_N is not None
     batch, stale = without_stale(recorded.batch, config, recorded.version)
-    correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
+    share = Share.alone(batch)
+    correction, _, _ = correct(share, recorded.prox_logprobs_N, config, advantage)
     return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
 
 

@@ -37,14 +37,14 @@ PARALLEL = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
-VALUES = ("advantages_B", "weights_BT", "anchor_logprobs_BT", "ref_logprobs_BT")  # of a minibatch
+VALUES = ("advantages_B", "weights_N", "anchor_logprobs_N", "ref_logprobs_N")  # of a minibatch
 
 
 def rerun(dump: Path) -> str:
     """A minibatch of a dump, or the first of a dump's folder."""
     path = min(dump.glob("minibatch_*.safetensors"), default=dump)
     try:
-        targets, random, about = read_minibatch(path)
+        (batch, targets), random, about = read_minibatch(path)
         layout = Layout(**about["layout"])
     except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
         raise ConfigError(f"{path}: no minibatch of a dump ({error})") from None
@@ -64,12 +64,12 @@ def rerun(dump: Path) -> str:
     ]
     found += _values(targets)
     look = _Look(learner, targets)
-    metrics = learner.update(targets)
+    metrics = learner.update(learner.part(batch), targets)
     found += look.found
     found += _gradients(learner)
     recorded = about["metrics"]
     rows = [
-        ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
+        ("dump", f"{path}: after {about['steps']} optimizer steps, {len(batch)} rows"),
         ("then", _numbers(recorded) + ("" if layout == learner.layout else ", on other ranks")),
         ("now", _numbers(metrics)),
         *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
@@ -97,15 +97,22 @@ def _one_rank(config: Config) -> Config:
 
 
 def _values(targets: Targets) -> Iterator[str]:
+    used_N = targets.denominator_mask_N
     for name in VALUES:
         values = getattr(targets, name)
         if values is None:
             continue
-        used = targets.denominator_mask_BT
-        if values.dim() == 1:
-            used = used.any(1)
-        for place in (~values.isfinite() & used).nonzero().tolist()[:1]:
-            yield f"{name} holds {float(values[*place])} at {place}"
+        used = used_N if name.endswith("_N") else targets.responses.sum(used_N.double()) > 0
+        for at in (~values.isfinite() & used).nonzero().flatten().tolist()[:1]:
+            yield f"{name} holds {float(values[at])} {_where(targets, name, at)}"
+
+
+def _where(targets: Targets, name: str, at: int) -> str:
+    if not name.endswith("_N"):
+        return f"in row {at}"
+    rows = targets.responses
+    row = int(rows.at_tokens(torch.arange(rows.units))[at])
+    return f"at response token {int(rows.place_N[at])} of row {row}"
 
 
 def _gradients(learner: Learner) -> Iterator[str]:
@@ -177,7 +184,7 @@ class _Look:
             sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
             row = pack.rows[sequence]
             token = at - int(pack.starts[sequence])
-            length = int(self._targets.batch.prompt_lengths_B[row])
+            length = int(self._targets.prompt_lengths_B[row])
             if token < length:
                 return f", first at row {row}, token {token} of the prompt"
             return f", first at row {row}, token {token - length} of the response"

@@ -209,17 +209,14 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
 
 
 def _breakdowns(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
-    if recorded.prox_logprobs_BT is None:
+    if recorded.prox_logprobs_N is None:
         return []
     return breakdowns(
-        recorded.prox_logprobs_BT,
-        recorded.batch.sampler_logprobs_BT,
-        recorded.batch.mask_BT,
+        recorded.prox_logprobs_N,
+        recorded.batch,
         finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
-        versions_BT=recorded.batch.token_versions_BT,
         policy_version=policy_version,
         formats=[one.rollout.format for one in recorded.scored],
-        sessions=recorded.batch,
     )
 
 
