@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +49,24 @@ class Segments:
         return Segments(self.lengths_R.to(device), self.tokens, self.units, unit_R)
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """[U], in the dtype of the values; added up in float64."""
-        sums_R = self._reduced(values_N.double(), "sum", 0.0)
+        """[U], in the dtype of the values; added up pairwise or in float64."""
+        wide_N = values_N
+        if values_N.is_cuda or values_N.dtype not in (torch.float32, torch.float64):
+            wide_N = values_N.double()
+        sums_R = self._reduced(wide_N, "sum", 0.0)
         if self.unit_R is not None:
+            sums_R = sums_R.double()
             sums_R = sums_R.new_zeros(self.units).index_add_(0, self.unit_R, sums_R)
         return sums_R.to(values_N.dtype)
+
+    def count(self, mask_N: Tensor) -> Tensor:
+        """int64 [U]: tokens under the mask."""
+        if mask_N.is_cuda:
+            return self.sum(mask_N.double()).long()
+        counts_R = self._reduced(mask_N, "sum", 0, dtype=np.int64)
+        if self.unit_R is None:
+            return counts_R
+        return counts_R.new_zeros(self.units).index_add_(0, self.unit_R, counts_R)
 
     def extreme(self, values_N: Tensor, largest: bool) -> Tensor:
         """[U]; infinite for a unit without tokens."""
@@ -112,7 +126,7 @@ class Segments:
     def _at_runs(self, values_R: Tensor) -> Tensor:
         return Segments(self.lengths_R, self.tokens, len(self.lengths_R)).at_tokens(values_R)
 
-    def _reduced(self, values_N: Tensor, by: str, none: float) -> Tensor:
+    def _reduced(self, values_N: Tensor, by: str, none: float, dtype: Any = None) -> Tensor:
         if values_N.is_cuda:
             return torch.segment_reduce(
                 values_N, by, lengths=self.lengths_R, unsafe=True, initial=none
@@ -121,11 +135,9 @@ class Segments:
         starts = self._starts_R.numpy()
         values = values_N.detach().numpy()
         # of a run without tokens it would return the value at its start
-        if self._filled is None:
-            if not len(starts):
-                return values_N.new_zeros(0)
-            return torch.from_numpy(reduce(values, starts))
-        found = np.full(len(starts), none, dtype=values.dtype)
+        if self._filled is None and len(starts):
+            return torch.from_numpy(reduce(values, starts, dtype=dtype))
+        found = np.full(len(starts), none, dtype=dtype or values.dtype)
         if self.tokens:
-            found[self._filled] = reduce(values, starts[self._filled])
+            found[self._filled] = reduce(values, starts[self._filled], dtype=dtype)
         return torch.from_numpy(found)

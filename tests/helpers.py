@@ -14,14 +14,12 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
-from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.shape import ModelShape
 
@@ -180,19 +178,6 @@ APART = (
     "learner.tokens_per_microbatch=24576",
     "learner.recompute=full",
 )
-
-
-def lone_rank() -> Any:
-    """Stand-in for the only rank of a learner, as far as its data plane reads it."""
-    layout = Layout()
-    about = {
-        "is_driver": True,
-        "world_size": 1,
-        "rank": 0,
-        "layout": layout,
-        "place": layout.place(0),
-    }
-    return SimpleNamespace(**about, broadcast=lambda value: value)
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

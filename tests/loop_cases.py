@@ -12,21 +12,24 @@ from pathlib import Path
 
 from megatron_rl.config import load, to_yaml
 from megatron_rl.learner.state import LearnerState
+from megatron_rl.processes import heartbeat
 from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.record import SilentRecorder
 from megatron_rl.runs.timeline import Span
 
 
-class Kept(SilentRecorder):
+class Kept:
     """Keeps what the loop logs."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
         self.alarms = Alarms({})
+        self.phase = heartbeat.phase
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append(dict(metrics))
-        return dict(metrics)
+
+    def note(self, text: str) -> None:
+        pass
 
     def spans(self, spans: Sequence[Span]) -> None:
         pass
@@ -42,6 +45,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.learner.learner import Learner
     from megatron_rl.learner.policy import Sections
     from megatron_rl.models.model import Model
+    from megatron_rl.rank0 import Rank0
     from megatron_rl.rollout.collect import sampling_params
     from megatron_rl.runs.progress import Progress
     from megatron_rl.train import load_policy, loop
@@ -53,6 +57,8 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         model = Model.read(base.model.path, base.learner)
         learner = Learner(model, Sections.of(base))
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
+        rank0 = Rank0(driver)
+        rank0.join(learner)
         sync = WeightSync(learner, driver.sampler, base)
         saver = Saver(
             folder / "run" / "checkpoints",
@@ -71,7 +77,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                 driver._collector._params = driver._probe_params = drawn
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
-                loop(config, driver, learner, sync, saver, Progress(done))
+                loop(config, rank0, learner, sync, saver, Progress(done))
                 moved = sum(
                     float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import batch_of
 
 from megatron_rl.advantage import (
     AdvantageConfig,
@@ -16,7 +17,7 @@ from megatron_rl.advantage import (
     session_advantages,
     turn_advantages,
 )
-from megatron_rl.batch import Batch
+from megatron_rl.batch import Batch, Share
 from megatron_rl.config.schema import CorrectionConfig, Credit, Estimator, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import correct
 
@@ -126,17 +127,9 @@ def test_has_spread() -> None:
 
 
 def test_overlong_penalty() -> None:
-    found = overlong_penalty(
-        [10, 80, 85, 90, 100, 120],
-        max_tokens=100,
-        buffer=20,
-    )
+    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20)
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
-    assert overlong_penalty(
-        [100, 90],
-        max_tokens=100,
-        buffer=20,
-    ).tolist() == [-1.0, -0.5]
+    assert overlong_penalty([100, 90], max_tokens=100, buffer=20).tolist() == [-1.0, -0.5]
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
 
 
@@ -145,16 +138,10 @@ def session_batch(
 ) -> Batch:
     """One group: `rows` branches of each session, three tokens each."""
     samples = [sample for sample, count in enumerate(rows) for _ in range(count)]
-    turns = torch.zeros(len(samples), 3)
-    return Batch.of_matrices(
-        tokens_BS=turns.long(),
-        prompt_lengths_B=turns[:, 0].long(),
-        response_lengths_B=turns[:, 0].long() + 3,
-        mask_BT=turns == 0,
-        sampler_logprobs_BT=turns,
+    return batch_of(
+        torch.ones(len(samples), 3),
+        torch.zeros(len(samples), 3),
         rewards_B=torch.tensor([rewards[one] for one in samples]),
-        groups_B=torch.zeros(len(samples), dtype=torch.int64),
-        versions_B=turns[:, 0],
         samples_B=torch.tensor(samples),
         credit_BT=None if credit is None else torch.tensor([credit[one] for one in samples]),
     )
@@ -171,7 +158,8 @@ def by_turn(
 ) -> torch.Tensor | None:
     everyone = torch.ones(len(batch), dtype=torch.bool)
     of_rows = advantages(batch, estimator)
-    return turn_advantages(batch, of_rows, everyone, AdvantageConfig(estimator), credit)
+    share = Share.alone(batch)
+    return turn_advantages(share, of_rows, everyone, AdvantageConfig(estimator), credit)
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))
@@ -189,12 +177,8 @@ def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
 @pytest.mark.parametrize("estimator", list(Estimator))
 @given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6))
 def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
-    batch = session_batch(
-        rewards,
-        [2] * len(rewards),
-        [[0.0] * 3] * len(rewards),
-    )
-    expected = advantages(batch, estimator)[:, None].expand(-1, 3)
+    batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
+    expected = advantages(batch, estimator).repeat_interleave(3)
     assert torch.equal(by_turn(batch, estimator), expected)
     assert by_turn(batch, estimator, Credit.outcome) is None
 
@@ -210,7 +194,7 @@ def test_a_turns_return_takes_the_place_of_its_sessions_reward(estimator):
     ]
     batch = session_batch([1.0, 2.0, 4.0, 3.0], [1] * 4, credit)
     of_rows = advantages(batch, estimator)
-    found = by_turn(batch, estimator)
+    found = by_turn(batch, estimator).view(4, 3)
     assert found[2, 0] == pytest.approx(float(of_rows[3]), abs=1e-5)  # 4 - 1
     assert found[0, 1] == pytest.approx(float(of_rows[1]), abs=1e-5)  # 1 + 1
 
@@ -222,23 +206,17 @@ def test_turns_of_equal_rewards_have_nothing_to_be_scaled_by():
 
 @pytest.mark.parametrize("rebaseline", [True, False])
 def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
-    batch = session_batch(
-        [0.0, 1.0, 1.0, 20.0],
-        [1] * 4,
-        [[0.5, 0.5, 0.5]] * 4,
-    )
-    d_BT = torch.zeros_like(batch.sampler_logprobs_BT)
+    batch = session_batch([0.0, 1.0, 1.0, 20.0], [1] * 4, [[0.5, 0.5, 0.5]] * 4)
+    d_BT = torch.zeros(4, 3)
     d_BT[3] = 3.0
     rule = RejectRule(level="sequence", stat="ratio", reduce="mean", high=1.5)
     config = CorrectionConfig(
         weight=WeightConfig(level="none"), reject=[rule], rebaseline=rebaseline
     )
-    correction, of_rows = correct(
-        batch.sampler_logprobs_BT + d_BT, batch, config, AdvantageConfig()
-    )
-    keep = correction.baseline_keep_B(config)
-    found = turn_advantages(batch, of_rows, keep, AdvantageConfig(), Credit.turns)
-    assert not correction.mask_BT[3].any()
+    share = Share.alone(batch)
+    correction, of_rows, keep = correct(share, d_BT.flatten(), config, AdvantageConfig())
+    found = turn_advantages(share, of_rows, keep, AdvantageConfig(), Credit.turns)
+    assert not correction.mask_N[9:].any()
     torch.testing.assert_close(
-        found[:3, 0] - of_rows[:3], torch.full((3,), 0.5) / batch.rewards_B[keep].std()
+        found[:9:3] - of_rows[:3], torch.full((3,), 0.5) / batch.rewards_B[keep].std()
     )

@@ -13,13 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import lone_rank
 
 from megatron_rl import driver, train
-from megatron_rl.batch import collate
+from megatron_rl.batch import Share, collate
 from megatron_rl.config import load, to_yaml
 
 from megatron_rl.config.schema import (  # isort: skip
+    AdvantageConfig,
     CheckpointSection,
     Config,
     CorrectionConfig,
@@ -30,10 +30,12 @@ from megatron_rl.config.schema import (  # isort: skip
 )
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay
-from megatron_rl.learner.shares import DataPlane
-from megatron_rl.rollout_correction.correction import correct, rollout_correction
+from megatron_rl.learner.shares import minibatches
+from megatron_rl.rank0 import Rank0
+from megatron_rl.rollout.collect import Collected
 from megatron_rl.runs.progress import Progress, SaveSchedule
 from megatron_rl.runs.status import read_status
+from megatron_rl.sampler.sampler import SamplerStats
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
@@ -53,6 +55,12 @@ def recorder(**more: Any) -> Any:
 def learner(**more: Any) -> Any:
     """A learner of one rank."""
     return SimpleNamespace(broadcast=lambda value: value, make_room=lambda: None, **more)
+
+
+def joined(driver: Any) -> Rank0:
+    rank0 = Rank0(driver)
+    rank0.join(learner())
+    return rank0
 
 
 def answer(
@@ -94,16 +102,8 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(
     def fails(*_: Any) -> None:
         raise ArithmeticError
 
-    for name, part in (
-        ("Driver", "driver"),
-        ("Learner", "learner"),
-        ("WeightSync", "sync"),
-    ):
-        monkeypatch.setattr(
-            train,
-            name,
-            lambda *_, part=part, **__: Part(part, log),
-        )
+    for name, part in (("Driver", "driver"), ("Learner", "learner"), ("WeightSync", "sync")):
+        monkeypatch.setattr(train, name, lambda *_, part=part, **__: Part(part, log))
     for name in ("Model", "LearnerState", "Saver"):
         monkeypatch.setattr(train, name, mock.MagicMock())
     monkeypatch.setattr(train, "load_or_resume", lambda *_: (0, None))
@@ -125,11 +125,10 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     monkeypatch.setattr(train, "sync_and_log", lambda at, *_, **__: (at, None))
     monkeypatch.setattr(train, "train_step", given_up)
     monkeypatch.setattr(train, "save_if_due", lambda at, *_: kept.append(at.step))
-    record = recorder(end_early=lambda *_, **__: None)
-    driver: Any = SimpleNamespace(recorder=record, asked_to_stop=lambda: "asked")
+    driver: Any = SimpleNamespace(recorder=recorder(), end_early=lambda *_: None)
     traced = learner(profiler=SimpleNamespace(step=lambda _: nullcontext()))
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
-    train.loop(Config(), driver, traced, None, saver, Progress(after))
+    train.loop(Config(), joined(driver), traced, None, saver, Progress(after))
     assert kept == keeps
 
 
@@ -161,7 +160,7 @@ def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step(
     driver: Any = SimpleNamespace(
         recorder=recorder(), syncing=nullcontext, goes_on_without=lambda step: step == 4
     )
-    given: Any = driver, learner(), SimpleNamespace(push=push)
+    given: Any = joined(driver), learner(), SimpleNamespace(push=push)
     assert train.sync_weights(3, 7, SyncSection(), *given) == {"sync/refused": 1.0}
     with pytest.raises(UpdateRefused):
         train.sync_weights(4, 7, SyncSection(), *given)
@@ -178,10 +177,11 @@ def test_when_to_evaluate_and_to_publish() -> None:
         recorder=recorder(),
         evaluate=lambda step: {"at": step},
         syncing=lambda: Part("awake", log),
-        last_sync=dict,
+        sampler=SimpleNamespace(last_sync={"pause_s": 0.1, "nbytes": 1}),
     )
     rank = learner()
     rank.make_room = lambda: log.append("room made")
+    rank0 = joined(driver)
 
     def push(step: int) -> Any:
         log.append(f"push {step}")
@@ -191,25 +191,14 @@ def test_when_to_evaluate_and_to_publish() -> None:
 
     def evaluated(every: int) -> list[int]:
         return [
-            step
-            for step in range(8)
-            if train.evaluate(step, 7, EvalSection(every=every), driver, rank)
+            step for step in range(8) if train.evaluate(step, 7, EvalSection(every=every), rank0)
         ]
 
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
     section = SyncSection(every=3, verify_every=0)
     assert [
-        step
-        for step in range(1, 8)
-        if train.sync_weights(
-            step,
-            7,
-            section,
-            driver,
-            rank,
-            sync,
-        )
+        step for step in range(1, 8) if train.sync_weights(step, 7, section, rank0, rank, sync)
     ] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]
@@ -241,16 +230,12 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     written: dict[str, Any] = {}
     record = recorder(rollouts=lambda step, scored, **columns: written.update(columns))
     config = load(QUICKSTART, [f"correction={preset}"])
-    batch = collate([Scored(answer(at), float(at)) for at in range(2)])
-    correction, advantages_B = correct(
-        torch.full((2, 3), -0.1), batch, config.correction, config.advantage
-    )
-    scorer = SimpleNamespace(whole=list)
-    driver: Any = SimpleNamespace(
-        _config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=record
-    )
-    Driver.record(driver, 10, correction, advantages_B)
-    assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
+    scored = [Scored(answer(at), float(at)) for at in range(2)]
+    work = Step.corrected(config, Share.alone(collate(scored)), 9, torch.full((6,), -0.1))
+    scorer = SimpleNamespace(whole=list, pieces=lambda one: [])
+    driver: Any = SimpleNamespace(_scored=scored, _scorer=scorer, _ordinals=(0, 1), recorder=record)
+    Driver.record(driver, 10, work.recorded(), work.advantages_B)
+    assert (written["prox_logprobs_N"] is None) == (preset == "bypass")
 
 
 def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
@@ -259,44 +244,46 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
     config = load(QUICKSTART, [rule])
     old = answer(0, versions=[4, 5, 6])
     new = answer(1, versions=[6, 6, 6])
-    batch = collate([Scored(old, 0.0), Scored(new, 1.0)])
+    scored = [Scored(old, 0.0), Scored(new, 1.0)]
     trained: list[Any] = []
-    driver: Any = SimpleNamespace(
-        recorder=recorder(),
-        collect=lambda _: (batch, {}),
-        check_time=lambda: None,
-        record=lambda *_: None,
-        position=0,
-    )
+    driver: Any = Driver.__new__(Driver)
+    driver._config = config
+    driver._stop = driver._sleep_schedule = mock.MagicMock()
+    driver._batches = SimpleNamespace(take=lambda _: Collected(scored, scored, {}, (0, 1)))
+    driver._seen = SamplerStats()
+    driver.sampler = SimpleNamespace(stats=SamplerStats())
+    driver.recorder = recorder(spans=lambda _: None)
     rank = learner(
-        logprobs=lambda _: batch.sampler_logprobs_BT,
-        update=lambda targets, rows: trained.append(targets.whole.rows(rows)) or {},
+        split=lambda batch, *_: Share.alone(batch),
+        logprobs=lambda share: share.batch.sampler_logprobs_N,
+        update=lambda share, targets, rows: trained.append(targets.rows(rows)) or {},
         take_replayed=dict,
         take_own_logprobs=lambda: None,
-        plane=DataPlane(lone_rank()),
     )
-    at = train.train_step(train.Progress(step=6), config, driver, rank)
+    at = train.train_step(train.Progress(step=6), config, joined(driver), rank)
     (targets,) = trained
-    young = [[False, True, True], [True, True, True]]
-    assert targets.mask_BT.tolist() == targets.denominator_mask_BT.tolist() == young
+    young = [False, True, True, True, True, True]
+    assert targets.mask_N.tolist() == targets.denominator_mask_N.tolist() == young
     assert at.line is not None
     assert at.line["rollout_corr/stale_masked_fraction"] == pytest.approx(1 / 6)
 
 
 def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> None:
     """The last row is rejected, and has the highest covariance by far."""
-    anchor_BT = torch.tensor([[-1.0], [-2.0], [-3.0], [-90.0]])
+    anchor_N = torch.tensor([-1.0, -2.0, -3.0, -90.0])
     sampled = (-1.0, -2.0, -3.0, -95.0)
-    batch = collate([Scored(answer(at, [mu]), 0.0) for at, mu in enumerate(sampled)])
+    rewards = (2.0, -1.0, -1.0, -50.0)
+    batch = collate([Scored(answer(at, [mu]), rewards[at]) for at, mu in enumerate(sampled)])
     rule = RejectRule(stat="ratio", reduce="max", high=2.0)
-    correction = rollout_correction(
-        anchor_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig(reject=[rule])
+    config = Config(
+        loss=LossConfig(name="kl_cov"),
+        advantage=AdvantageConfig("dr_grpo"),
+        correction=CorrectionConfig(reject=[rule], rebaseline=False),
     )
-    assert correction.mask_BT[:, 0].tolist() == [True, True, True, False]
-    advantages_B = torch.tensor([2.0, -1.0, -1.0, -50.0])
-    config = replace(Config(), loss=LossConfig(name="kl_cov"))
-    targets = Step(config, batch, 1, anchor_BT, correction, advantages_B).targets(None)
-    (rows,) = train.minibatches(batch.groups_B, 4, "1/1")
+    targets = Step.corrected(config, Share.alone(batch), 1, anchor_N).targets(None)
+    assert targets.advantages_B.tolist() == [14.5, 11.5, 11.5, -37.5]
+    assert targets.mask_N.tolist() == [True, True, True, False]
+    (rows,) = minibatches(batch.groups_B, 4, "1/1")
     assert rows.tolist() == [0, 1, 2, 3]
-    assert targets.selected_BT is not None
-    assert targets.selected_BT[:, 0].tolist() == [True, False, False, False]
+    assert targets.selected_N is not None
+    assert targets.selected_N.tolist() == [True, False, False, False]

@@ -231,11 +231,18 @@ def _sums(found: Truncation, mask_N: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_device(targets: Targets, rows: Sequence[int], device: torch.device) -> Targets:
-    """The targets of a pack's rows on the device, with segments that were found on the host: a
-    device would have to be waited for.
+    """The targets of a pack's rows on the device, in one copy, with segments that were found on the
+    host: a device would have to be waited for.
     """
     part = targets.rows(torch.tensor(rows, dtype=torch.int64))
-    moved = replace(part, **in_one_copy(part.columns, device))
-    vars(moved)["responses"] = part.responses.to(device)
-    vars(moved)["turns"] = part.turns.to(device) if part.turns is not None else None
+    turns = part.turns
+    of_turns: dict[str, Tensor] = {}
+    if turns is not None and turns.unit_R is not None:
+        of_turns = {"lengths_R": turns.lengths_R, "unit_R": turns.unit_R}
+    there: dict[str, Any] = in_one_copy(part.columns | of_turns, device)
+    if turns is not None:
+        turns = replace(turns, **{name: there.pop(name) for name in of_turns})
+    moved = replace(part, **there)
+    vars(moved)["responses"] = replace(part.responses, lengths_R=moved.response_lengths_B)
+    vars(moved)["turns"] = turns
     return moved

@@ -153,12 +153,12 @@ def _terms(logprobs_N: Tensor, targets: Targets) -> Terms:
     selected_N = targets.selected_N
     advantages_N = targets.advantages_N
     if advantages_N is None:
-        advantages_N = targets.responses.at_tokens(targets.advantages_B)
+        advantages_N = targets.responses.at_tokens(targets.advantages_B.detach())
     return Terms(
         logprobs_N=logprobs_N,
-        anchor_N=targets.anchor_logprobs_N.to(kind).masked_fill(~mask_N, 0.0),
-        advantages_N=advantages_N.to(kind),
-        weights_N=targets.weights_N.to(kind).masked_fill(~mask_N, 0.0),
+        anchor_N=targets.anchor_logprobs_N.detach().to(kind).masked_fill(~mask_N, 0.0),
+        advantages_N=advantages_N.detach().to(kind),
+        weights_N=targets.weights_N.detach().to(kind).masked_fill(~mask_N, 0.0),
         mask_N=mask_N,
         selected_N=None if selected_N is None else selected_N & mask_N,
         rows=targets.responses,

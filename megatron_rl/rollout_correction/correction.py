@@ -115,7 +115,7 @@ def completed(
     ones that the loss has used.
     """
     batch = share.batch
-    seen_B = batch.responses.sum(as_float(correction.mask_N)) > 0
+    seen_B = batch.responses.count(correction.mask_N) > 0
     if not share.everywhere(seen_B).any():
         return correction
     seen = replace(batch, mask_N=batch.mask_N & batch.responses.at_tokens(seen_B))
@@ -173,8 +173,8 @@ def rollout_correction(
         if config.weight.target_ess is not None:
             cap = _solved_cap(parts, kept_N, config, replicas)
     responses = batch.responses
-    had_B = responses.sum(as_float(mask_N)) > 0
-    rejected_B = had_B & ~(responses.sum(as_float(kept_N)) > 0)
+    had_B = responses.count(mask_N) > 0
+    rejected_B = had_B & (responses.count(kept_N) == 0)
     advantages_B = torch.ones(len(batch))
     if judge is not None:
         # with `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
@@ -295,10 +295,11 @@ def _weigh(
     weight = config.weight
     applied = WeightSums()
     for part in parts:
-        ratio = part.ratio
+        ratio = replace(part.ratio)  # what it derives is gone before the next part's
         out_N = weights_N[part.tokens]  # the memory of `ratio.d_N`
         kept_float_N = as_float(kept_N[part.tokens])
-        applied.count_rows(ratio.rows.sum(as_float(ratio.stays_N)), ratio.rows.sum(kept_float_N))
+        kept_B = ratio.rows.count(kept_N[part.tokens])
+        applied.count_rows(ratio.rows.count(ratio.stays_N), kept_B)
         raw = raw_ratio(weight, ratio)
         bounded = bound(weight, raw, cap)
         applied.count_units(
@@ -311,15 +312,19 @@ def _weigh(
             applied.count_weights(raw_N * measured_N, measured_N)
         else:
             applied.count_weights(out_N, kept_float_N)
-        advantages_N = ratio.rows.at_tokens(advantages_B[part.rows])
-        applied.count_returns(out_N, raw_N * kept_float_N, advantages_N)
+        applied.count_returns(
+            ratio.rows.sum(out_N),
+            ratio.rows.sum(out_N.square()),
+            ratio.rows.sum(raw_N * kept_float_N),
+            advantages_B[part.rows],
+        )
     found = applied.reduced(replicas)
     scale = 1.0
     if weight.normalize and weight.level != Level.none:
         if weight.level in (Level.sequence, Level.turn):
             total, count = found["unit_total"], found["units"]
         else:
-            total, count = found["total"], found["n"]
+            total, count = found["weight"], found["n"]
         if total:
             scale = count / total
             weights_N.div_(total / count)

@@ -1,6 +1,6 @@
 """Metrics under `rollout_corr/`: the mismatch of sampler and learner, and the weights applied.
 
-Sums are collected part by part and replica by replica, in float64. Tokens outside the mask hold 0 in
+Sums are collected part by part and replica by replica, in float64 across them. Tokens outside the mask hold 0 in
 every tensor that is summed here.
 
 Shape legend: N response tokens, B rows, Q quantities.
@@ -32,13 +32,34 @@ class Sums:
     """Named sums, and named largest values, over a replica's tokens; then over all replicas'."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, float] = {}
         self._largest: dict[str, float] = {}
 
     def add(self, **values: Tensor | float) -> None:
+        tensors = [value.double() for value in values.values() if isinstance(value, Tensor)]
+        told = iter(torch.stack(tensors).tolist() if tensors else ())
         for name, value in values.items():
-            value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            number = next(told) if isinstance(value, Tensor) else value
+            self._sums[name] = self._sums.get(name, 0.0) + number
+
+    def add_moments(
+        self, values: Mapping[str, Tensor], mask: Tensor, *pairs: tuple[str, str]
+    ) -> None:
+        """Sums of values, 0 outside the mask, and of products of pairs. Deviations from the mean
+        are multiplied: a float32 sum of squares loses a variance that is small beside the mean. The
+        values are used up.
+        """
+        n, *sums = torch.stack([mask.sum(), *(one.sum() for one in values.values())]).tolist()
+        means = dict.fromkeys(values, 0.0)
+        for (name, one), total in zip(values.items(), sums, strict=True):
+            if n:
+                means[name] = total / n
+                one.add_(mask, alpha=-means[name])
+            self.add(**{name: total})
+        products = [torch.dot(values[one], values[other]) for one, other in pairs]
+        for (first, second), product in zip(pairs, torch.stack(products).tolist(), strict=True):
+            product += n * means[first] * means[second]
+            self.add(**{f"{first} {second}": product})
 
     def add_largest(self, **values: float) -> None:
         for name, value in values.items():
@@ -46,13 +67,12 @@ class Sums:
 
     def reduced(self, replicas: Replicas) -> dict[str, float]:
         """Every sum and every largest value, of all replicas. They have the same names."""
-        found = dict(self._sums)
-        sums = replicas.sum(torch.stack([*found.values()])).tolist()
+        sums = replicas.sum(torch.tensor([*self._sums.values()], dtype=torch.float64)).tolist()
         largest = []
         if self._largest:
-            largest = replicas.largest(torch.tensor([*self._largest.values()]).double()).tolist()
-        names = [*found, *self._largest]
-        return dict(zip(names, sums + largest, strict=True))
+            named = torch.tensor([*self._largest.values()], dtype=torch.float64)
+            largest = replicas.largest(named).tolist()
+        return dict(zip([*self._sums, *self._largest], sums + largest, strict=True))
 
 
 def extremes(
@@ -116,14 +136,9 @@ class MismatchSums(Sums):
             "prob": prob_N,
             "sampler_prob": sampler_prob_N,
         }
-        in_float64 = {name: values_N.double() for name, values_N in measured.items()}
-        for name, values_N in in_float64.items():
-            self.add(**{name: values_N.sum(), f"{name} squared": torch.dot(values_N, values_N)})
-        self.add(
-            d=ratio.sums_B.sum(dtype=torch.float64),
-            error=error_N.sum(dtype=torch.float64),
-            both_probs=torch.dot(in_float64["prob"], in_float64["sampler_prob"]),
-        )
+        squares = ((name, name) for name in measured)
+        self.add(d=ratio.d_N.sum(), error=error_N.sum())
+        self.add_moments(measured, ratio.counted_float_N, *squares, ("prob", "sampler_prob"))
 
     def _count_rows(self, ratio: LogRatio) -> None:
         counts_B = ratio.counts_B.double()
@@ -156,17 +171,17 @@ class MismatchSums(Sums):
         def mean(name: str) -> float:
             return _ratio(found[name], n)
 
-        def covariance(one: str, other: str, products: str) -> float:
-            return _ratio(found[products], n) - mean(one) * mean(other)
+        def covariance(one: str, other: str) -> float:
+            return _ratio(found[f"{one} {other}"], n) - mean(one) * mean(other)
 
         def deviation(name: str) -> float:
-            return math.sqrt(max(0.0, covariance(name, name, f"{name} squared")))
+            return math.sqrt(max(0.0, covariance(name, name)))
 
         d = mean("d")
         spread = deviation("prob") * deviation("sampler_prob")
         correlation = 0.0
         if spread > SMALLEST_SPREAD:
-            correlation = covariance("prob", "sampler_prob", "both_probs") / spread
+            correlation = covariance("prob", "sampler_prob") / spread
         # of the mean of d, whose tokens are not independent: rows are
         error = (
             found["row_d_squared"]
@@ -178,7 +193,7 @@ class MismatchSums(Sums):
             "logp_diff_mean": d,
             "logp_diff_stderr": _ratio(math.sqrt(max(0.0, error)), n),
             "k3_kl": mean("excess") - d,
-            "chi2_token": mean("excess squared") + 2.0 * mean("excess"),
+            "chi2_token": mean("excess excess") + 2.0 * mean("excess"),
             "rho_mean": 1.0 + mean("excess") if n else 0.0,
             "rho_std": deviation("excess"),
             "rho_min": _bounded(-found["minus_low"]) if n else 0.0,
@@ -216,13 +231,9 @@ class WeightSums(Sums):
     def count_weights(self, values_N: Tensor, mask_float_N: Tensor) -> None:
         """Values are 0 outside the mask."""
         low, high = extremes(values_N, mask_float_N, ends_of(values_N))
-        wide_N = values_N.double()
-        self.add(
-            n=mask_float_N.sum(dtype=torch.float64),
-            total=wide_N.sum(),
-            square=torch.dot(wide_N, wide_N),
-        )
         self.add_largest(minus_low=-low, high=high)
+        self.add(n=mask_float_N.sum())
+        self.add_moments({"weight": values_N.clone()}, mask_float_N, ("weight", "weight"))
 
     def count_units(
         self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float
@@ -232,42 +243,45 @@ class WeightSums(Sums):
         """
         # a comparison written as float32 is summed without converting bools
         beyond = torch.empty_like(raw)
-        kept = kept_float.sum(dtype=torch.float64)
-        unit_total = torch.dot(bounded.double(), kept_float.double())
         above = torch.dot(torch.gt(raw, high, out=beyond), kept_float)
-        self.add(units=kept, unit_total=unit_total, above=above)
-        self.add(below=torch.dot(torch.lt(raw, low, out=beyond), kept_float))
+        below = torch.dot(torch.lt(raw, low, out=beyond), kept_float)
+        unit_total = torch.dot(bounded, kept_float)
+        self.add(units=kept_float.sum(), unit_total=unit_total, above=above, below=below)
 
     def count_rows(self, before_B: Tensor, kept_B: Tensor) -> None:
         """Tokens per row before and after the rules."""
         self.add(
-            kept_tokens=kept_B.sum(dtype=torch.float64),
-            before_tokens=before_B.sum(dtype=torch.float64),
+            kept_tokens=kept_B.sum(),
+            before_tokens=before_B.sum(),
             before_rows=(before_B > 0).sum(),
             touched_rows=(kept_B < before_B).sum(),
         )
 
-    def count_returns(self, weights_N: Tensor, raw_N: Tensor, advantages_N: Tensor) -> None:
-        """Products of weights, and of kept tokens' raw ratios, with advantages."""
-        weighted_N = weights_N.double() * advantages_N
+    def count_returns(
+        self, weights_B: Tensor, squares_B: Tensor, raw_B: Tensor, advantages_B: Tensor
+    ) -> None:
+        """Products with advantages: of each row's sum of weights, of squared weights, and of kept
+        tokens' raw ratios.
+        """
+        advantages = advantages_B.double()
         self.add(
-            weighted=weighted_N.sum(),
-            weighted_squared=torch.dot(weighted_N, weighted_N),
-            raw_weighted=torch.dot(raw_N.double(), advantages_N.double()),
+            returns=torch.dot(weights_B.double(), advantages),
+            squared_returns=torch.dot(squares_B.double(), advantages.square()),
+            raw_returns=torch.dot(raw_B.double(), advantages),
         )
 
 
 def weight_metrics(found: Mapping[str, float], scale: float) -> dict[str, float]:
     """Metrics of reduced `WeightSums`; `scale`: what the weights were multiplied by after that."""
     n = found["n"]
-    mean = _ratio(found["total"], n)
-    variance = max(0.0, _ratio(found["square"], n) - mean * mean)
+    mean = _ratio(found["weight"], n)
+    variance = max(0.0, _ratio(found["weight weight"], n) - mean * mean)
     metrics = {
         "rollout_is_mean": scale * mean,
         "rollout_is_std": scale * math.sqrt(variance),
         "rollout_is_min": scale * -found["minus_low"] if n else 0.0,
         "rollout_is_max": scale * found["high"] if n else 0.0,
-        "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, found["square"])),
+        "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, found["weight weight"])),
         "rollout_is_ratio_fraction_high": _ratio(found["above"], found["units"]),
         "rollout_is_ratio_fraction_low": _ratio(found["below"], found["units"]),
         "rollout_rs_masked_fraction": _ratio(
@@ -275,17 +289,16 @@ def weight_metrics(found: Mapping[str, float], scale: float) -> dict[str, float]
         ),
         "rollout_rs_seq_masked_fraction": _ratio(found["touched_rows"], found["before_rows"]),
     }
-    if "weighted" in found:
-        metrics |= _cost_of_bounds(found, scale)
+    metrics |= _cost_of_bounds(found, scale)
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def _cost_of_bounds(found: Mapping[str, float], scale: float) -> dict[str, float]:
     """Shift of mean(w A) by bounding the weights, and the variance of that mean."""
     n = max(1.0, found["kept_tokens"])
-    weighted = scale * found["weighted"] / n
-    square = scale * scale * found["weighted_squared"] / n
+    weighted = scale * found["returns"] / n
+    square = scale * scale * found["squared_returns"] / n
     return {
-        "weight_bias": weighted - found["raw_weighted"] / n,
+        "weight_bias": weighted - found["raw_returns"] / n,
         "weight_variance": max(0.0, square - weighted * weighted) / n,
     }

@@ -112,7 +112,7 @@ class LogRatio:
 
     @cached_property
     def counts_B(self) -> Tensor:
-        return self.rows.sum(self.counted_float_N)
+        return self.rows.count(self.counted_N).float()
 
     @cached_property
     def sums_B(self) -> Tensor:
@@ -140,7 +140,9 @@ class LogRatio:
     def counts(self, level: Level) -> Tensor:
         if self.segments(level) is self.rows and level != Level.prefix:
             return self.counts_B
-        return self.sums(level, self.counted_float_N)
+        if level == Level.prefix:
+            return self.rows.running_sum(self.counted_float_N)
+        return self.segments(level).count(self.counted_N).float()
 
     def totals(self, level: Level) -> Tensor:
         """Sums of d."""
@@ -219,7 +221,7 @@ def exact_log_ratio(
     elif policy == NonFinite.zero:
         counted_N = stays_N & ~sampler_N
     elif policy == NonFinite.reject:
-        faulty_B = rows.sum(as_float(sampler_N)) > 0
+        faulty_B = rows.count(sampler_N) > 0
         counted_N = stays_N = stays_N & ~rows.at_tokens(faulty_B)
     else:
         counted_N = stays_N = stays_N & ~sampler_N

@@ -1,5 +1,5 @@
 """Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its
-last word on how the run ended; a silent one for the other ranks.
+last word on how the run ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -38,25 +38,6 @@ if TYPE_CHECKING:
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
 SAMPLE_S = 60.0  # between the answers that the console shows
 BEAT_S = 15.0  # between signs of life in status.json, where a phase of the loop is not longer
-
-
-class SilentRecorder:
-    """Recorder of ranks that have nothing to write."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return heartbeat.phase(name)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        return dict(metrics)
-
-    def note(self, text: str) -> None:
-        pass
-
-    def end_early(self, reason: str, *, asked: bool) -> None:
-        pass
-
-    def skip(self) -> None:
-        pass
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from learner_cases import make_batch, make_targets
+from learner_cases import make_batch, make_targets, update
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver, _write
@@ -37,9 +37,9 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = make_batch()
     root = Path(job["root"])
     said = list[str]()
-    targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
+    targets = make_targets(batch, torch.zeros(batch.mask_N.shape))
     for _ in range(2):
-        learner.update(targets)
+        update(learner, batch, targets)
     if learner.is_driver:
         root.mkdir()
     learner.broadcast()

@@ -101,12 +101,12 @@ async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
         ]
 
 
-def by_turn(batch: Batch, logprobs_BT: Any) -> Iterator[dict[str, Any]]:
-    assert batch.turns_BT is not None
+def by_turn(batch: Batch, logprobs_N: Any) -> Iterator[dict[str, Any]]:
+    assert batch.turns_N is not None
     for turn in range(TURNS):
-        of_BT = batch.mask_BT & (batch.turns_BT == turn)
-        d = (logprobs_BT - batch.sampler_logprobs_BT)[of_BT].abs()
-        yield {"tokens": int(of_BT.sum()), "mean": float(d.mean())}
+        of_N = batch.mask_N & (batch.turns_N == turn)
+        d = (logprobs_N - batch.sampler_logprobs_N)[of_N].abs()
+        yield {"tokens": int(of_N.sum()), "mean": float(d.mean())}
 
 
 def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, Any]:

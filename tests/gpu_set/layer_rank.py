@@ -190,7 +190,7 @@ def fp8(learner: Learner) -> dict[str, Any]:
 
     recipe = fp8_utils.get_fp8_recipe(learner.megatron_config)
     batch = make_batch()
-    packs = learner._work(batch, range(len(batch))).packs
+    packs = learner._packs(learner.part(batch), torch.arange(len(batch)))
     shares = learner.layout.tp if learner.megatron_config.sequence_parallel else 1
     for pack in packs:
         assert_dim_for_fp8_exec(torch.empty(len(pack.tokens_S) // shares, 1, 128))

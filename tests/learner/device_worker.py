@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import Fields, make_batch, make_targets
+from learner_cases import Fields, make_batch, make_targets, update
 from push_rank import Receiver
 
 from megatron_rl.checkpoint import checkpoints
@@ -51,33 +51,33 @@ def whole(learner: Learner, job: Fields) -> Fields:
     learner.keep_reference()
     targets = make_targets(batch, learner.logprobs(batch))
     sent = [_pushed(sync, receiver, 0)]
-    targets = replace(targets, ref_logprobs_BT=learner.reference_logprobs(batch))
-    steps = [learner.update(targets)]
-    after_BT = learner.logprobs(batch)
+    targets = replace(targets, ref_logprobs_N=learner.reference_logprobs(batch))
+    steps = [update(learner, batch, targets)]
+    after_N = learner.logprobs(batch)
     saver.snapshot_rng_and_stats()
     learner.make_room()
     saver.begin(1, {"driver": {"position": 1, "seen": {}}})
     sent.append(_pushed(sync, receiver, 1))
     saver.settle(wait=True)
-    steps.append(learner.update(targets))
+    steps.append(update(learner, batch, targets))
     learner.broadcast()  # rank 0 has named the checkpoint
     saver.load(checkpoints.read(root / "checkpoints" / "step_1"))
-    again_BT = learner.logprobs(batch)
+    again_N = learner.logprobs(batch)
     assert isinstance(sync.transport, FilePush)
     (source,) = sync.transport._sources.values()
     carried = [_carried(learner, WholeSource(source, everywhere=True)) for _ in range(2)]
-    steps.append(learner.update(targets))
+    steps.append(update(learner, batch, targets))
     export_hf(learner, root, root / "model")
-    trained_BT = learner.logprobs(batch)
+    trained_N = learner.logprobs(batch)
     learner.load_hf(root / "model")
-    exported_BT = learner.logprobs(batch)
+    exported_N = learner.logprobs(batch)
     sync.close()
     assert not notes, notes
     return {
         "steps": steps,
         "sent": sent,
         "carried": carried,
-        "logprobs": [after_BT, again_BT, trained_BT, exported_BT],
+        "logprobs": [after_N, again_N, trained_N, exported_N],
     }
 
 

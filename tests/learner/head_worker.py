@@ -36,7 +36,7 @@ def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
     """Largest differences from full logits in values, gradients and supports, over all packs."""
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     # pipeline stages and replicas have the same, or their own
-    packs = learner._work(batch, range(len(batch))).packs
+    packs = learner._packs(learner.part(batch), torch.arange(len(batch)))
     found = []
     for policy in (module for module in learner.modules if module.post_process):
         for mine in packs:

@@ -1,7 +1,7 @@
 """Shared cases of the learner's tests: tiny models, batches, ranks in their own processes.
 
 Ranks never run inside the test process: the CPU profile changes torch for the whole process. B
-rows, S positions, T response positions.
+rows, S positions, T response positions, N response tokens of all rows, P tokens of all rows.
 """
 
 import json
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matrices import batch_of, flat_of
 from preloaded import Process
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.batch import Batch, Targets, flat_of, matrix_of
-from megatron_rl.types import NO_EXPERT
+from megatron_rl.batch import Batch, Targets
 
 # of a config.json, a learner section, a job or its result
 Fields = dict[str, Any]
@@ -112,102 +112,82 @@ CP2: Fields = {"context_parallel": 2, **PACKS}
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {"cp2": CP2}
 
 
-def make_batch(rows: int = 14, seed: int = 0) -> Batch:
+def make_batch(rows: int = 14) -> Batch:
     """Rows of very different lengths; one without an answer, one that nothing trains on."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     prompts_B = torch.randint(2, 12, (rows,), generator=random)
     responses_B = torch.randint(1, 14, (rows,), generator=random)
     prompts_B[0] = 40
     responses_B[0] = 30
     responses_B[3] = 0
     lengths_B = prompts_B + responses_B
-    tokens_BS = torch.randint(
-        1,
-        VOCAB,
-        (rows, int(lengths_B.max())),
-        generator=random,
+    tokens_BS = torch.randint(1, VOCAB, (rows, int(lengths_B.max())), generator=random)
+    sampler_BT = -3 * torch.rand(rows, int(responses_B.max()), generator=random)
+    return Batch(
+        prompt_lengths_B=prompts_B,
+        response_lengths_B=responses_B,
+        tokens_P=flat_of(tokens_BS, lengths_B).int(),
+        mask_N=(torch.arange(rows) != 5).repeat_interleave(responses_B),
+        sampler_logprobs_N=flat_of(sampler_BT, responses_B),
+        rewards_B=torch.rand(rows, generator=random),
+        groups_B=torch.arange(rows) // 4,
+        versions_B=torch.zeros(rows, dtype=torch.int64),
     )
-    tokens_BS = torch.where(
-        torch.arange(tokens_BS.shape[1]) < lengths_B[:, None],
-        tokens_BS,
-        0,
-    )
-    mask_BT = torch.arange(int(responses_B.max())) < responses_B[:, None]
-    sampler_BT = torch.where(
-        mask_BT,
-        -3 * torch.rand(mask_BT.shape, generator=random),
-        0.0,
-    )
-    mask_BT[5] = False
-    return _batch(random, tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT)
 
 
-def _batch(
-    random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logprobs: torch.Tensor
-) -> Batch:
-    rows = len(tokens_BS)
-    groups_B = torch.arange(rows) // 4
-    rewards_B = torch.rand(rows, generator=random)
-    versions_B = torch.zeros(rows, dtype=torch.int64)
-    return Batch.of_matrices(tokens_BS, *lengths_mask_logprobs, rewards_B, groups_B, versions_B)
+def tokens_of(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Of each row, prompt and response."""
+    return batch.tokens_P.long().split(batch.lengths_B.tolist())
 
 
-def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
-    """The batch, sampled among 1 to `most` tokens at each position."""
-    random = torch.Generator().manual_seed(seed)
-    counts_BT = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32)
+def with_kept(batch: Batch) -> Batch:
+    """The batch, sampled among 1 to 6 tokens at each position."""
+    random = torch.Generator().manual_seed(3)
     ids = []
-    for row, prompt in enumerate(batch.prompt_lengths_B):
-        for column in range(int(batch.response_lengths_B[row])):
-            drawn = batch.tokens_BS[row, prompt + column]
+    for tokens_S, prompt in zip(tokens_of(batch), batch.prompt_lengths_B, strict=True):
+        for drawn in tokens_S[prompt:]:
             others = torch.randperm(VOCAB, generator=random)[
-                : int(torch.randint(most, (), generator=random))
+                : int(torch.randint(6, (), generator=random))
             ]
-            kept = torch.cat([drawn[None], others[others != drawn]])
-            counts_BT[row, column] = len(kept)
-            ids.append(kept)
-    return replace(batch.with_matrices(kept_counts_BT=counts_BT), kept_ids_K=torch.cat(ids).int())
+            ids.append(torch.cat([drawn[None], others[others != drawn]]))
+    counts_N = torch.tensor([len(kept) for kept in ids], dtype=torch.int32)
+    return replace(batch, kept_counts_N=counts_N, kept_ids_K=torch.cat(ids).int())
 
 
 def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     """Rows of one length."""
     random = torch.Generator().manual_seed(0)
     tokens_BS = torch.randint(1, vocab, (rows, prompt + response), generator=random)
-    lengths = (torch.full((rows,), length) for length in (prompt, response))
     mask_BT = torch.ones(rows, response, dtype=torch.bool)
-    return _batch(
-        random,
-        tokens_BS,
-        *lengths,
+    return batch_of(
         mask_BT,
-        torch.full((rows, response), -1.0),
+        -1.0 * mask_BT,
+        prompt_lengths_B=torch.full((rows,), prompt),
+        tokens_P=tokens_BS.flatten().int(),
     )
-
-
-def experts_of(batch: Batch) -> torch.Tensor:
-    """[B, S, L, K]"""
-    return matrix_of(batch.experts_PLK, batch.lengths_B, NO_EXPERT)
-
-
-def with_experts(batch: Batch, chosen_BSLK: torch.Tensor) -> Batch:
-    return replace(batch, experts_PLK=flat_of(chosen_BSLK, batch.lengths_B))
 
 
 def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
     """All answers but those of the rows `kept` are empty."""
     answered_B = torch.isin(torch.arange(len(batch)), torch.tensor(kept))
-    lengths = batch.prompt_lengths_B, torch.where(answered_B, batch.response_lengths_B, 0)
-    values = batch.mask_BT, batch.sampler_logprobs_BT
-    return Batch.of_matrices(
-        batch.tokens_BS, *lengths, *values, batch.rewards_B, batch.groups_B, batch.versions_B
+    answered_N = batch.responses.at_tokens(answered_B)
+    responses_B = torch.where(answered_B, batch.response_lengths_B, 0)
+    lengths_B = batch.prompt_lengths_B + responses_B
+    tokens = [row_S[:length] for row_S, length in zip(tokens_of(batch), lengths_B, strict=True)]
+    return replace(
+        batch,
+        response_lengths_B=responses_B,
+        tokens_P=torch.cat(tokens).int(),
+        mask_N=batch.mask_N[answered_N],
+        sampler_logprobs_N=batch.sampler_logprobs_N[answered_N],
     )
 
 
 def _trained(batch: Batch, rows: tuple[int, ...]) -> Batch:
     """Only the first token of these rows counts."""
-    mask_BT = torch.zeros_like(batch.mask_BT)
-    mask_BT[list(rows), 0] = True
-    return batch.with_matrices(mask_BT=mask_BT & batch.mask_BT)
+    wanted_B = torch.isin(torch.arange(len(batch)), torch.tensor(rows))
+    first_N = batch.responses.at_tokens(wanted_B) & (batch.responses.place_N == 0)
+    return replace(batch, mask_N=first_N & batch.mask_N)
 
 
 def _rows(*rows: int) -> Batch:
@@ -229,17 +209,29 @@ EMPTINESS = {
 }
 
 
-def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Targets:
-    random = torch.Generator().manual_seed(seed)
+def make_targets(batch: Batch, anchor_N: torch.Tensor | None) -> Targets:
+    random = torch.Generator().manual_seed(1)
+    advantages_B = torch.randn(len(batch), generator=random)
+    width = max((1, *batch.response_lengths_B.tolist()))
+    weights_BT = torch.rand(len(batch), width, generator=random) + 0.5
     return Targets(
-        batch=batch,
-        anchor_logprobs_BT=anchor_BT,
-        ref_logprobs_BT=None,
-        advantages_B=torch.randn(len(batch), generator=random),
-        weights_BT=torch.rand(batch.mask_BT.shape, generator=random) + 0.5,
-        mask_BT=batch.mask_BT,
-        denominator_mask_BT=batch.mask_BT,
+        prompt_lengths_B=batch.prompt_lengths_B,
+        response_lengths_B=batch.response_lengths_B,
+        groups_B=batch.groups_B,
+        sampler_logprobs_N=batch.sampler_logprobs_N,
+        anchor_logprobs_N=anchor_N,
+        ref_logprobs_N=None,
+        advantages_B=advantages_B,
+        weights_N=flat_of(weights_BT, batch.response_lengths_B),
+        mask_N=batch.mask_N,
+        denominator_mask_N=batch.mask_N,
     )
+
+
+def update(learner: Any, batch: Batch, targets: Targets) -> dict[str, float]:
+    """An update on a batch that every rank has."""
+    share = learner.part(batch)
+    return learner.update(share, targets.rows(share.own))
 
 
 def folders_of(
@@ -277,17 +269,13 @@ def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.
     if batch.kept_ids_K is not None:
         kept = iter(batch.kept_ids_K.split(batch.kept_counts_N.tolist()))
     rows = []
-    for row, prompt in enumerate(batch.prompt_lengths_B):
-        response = int(batch.response_lengths_B[row])
-        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
-        logits_SV = model(tokens_1S).logits[0] / 0.8
-        for column, ids in zip(range(response), kept, strict=False):
-            logits_SV[prompt - 1 + column, ~torch.isin(torch.arange(VOCAB), ids)] = -torch.inf
+    for tokens_S, prompt in zip(tokens_of(batch), batch.prompt_lengths_B, strict=True):
+        logits_SV = model(tokens_S[None]).logits[0] / 0.8
+        for at, ids in zip(range(prompt, len(tokens_S)), kept, strict=False):
+            logits_SV[at - 1, ~torch.isin(torch.arange(VOCAB), ids)] = -torch.inf
         logprobs_SV = torch.log_softmax(logits_SV[:-1], -1)
-        picked_S = logprobs_SV.gather(1, tokens_1S[0, 1:, None]).squeeze(1)
-        padding = batch.mask_BT.shape[1] - response
-        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, padding)))
-    return torch.stack(rows)
+        rows.append(logprobs_SV.gather(1, tokens_S[1:, None]).squeeze(1)[prompt - 1 :])
+    return torch.cat(rows)
 
 
 def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Tensor:
@@ -348,7 +336,7 @@ def run(temporary: Any, *jobs: list[Fields]) -> Fields:
     return found
 
 
-def matrix(case: Fields | torch.Tensor, key: str = "logprobs") -> torch.Tensor:
+def tensor(case: Fields | torch.Tensor, key: str = "logprobs") -> torch.Tensor:
     return case if isinstance(case, torch.Tensor) else torch.tensor(case[key])
 
 
@@ -359,10 +347,10 @@ def close(
     key: str = "logprobs",
     rtol: float = 0.0,
 ) -> None:
-    """Compare a matrix of two results."""
+    """Compare a tensor of two results."""
     torch.testing.assert_close(
-        matrix(found, key),
-        matrix(wanted, key),
+        tensor(found, key),
+        tensor(wanted, key),
         rtol=rtol,
         atol=atol,
     )

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from device_worker import mixes, whole
 from head_worker import at_a_time, head_memory, heads
 from held_memory import Saved, buffers, static
-from learner_cases import EMPTINESS, Fields, make_batch, make_even_batch, make_targets, with_kept
+from learner_cases import (
+    EMPTINESS,
+    Fields,
+    make_batch,
+    make_even_batch,
+    make_targets,
+    update,
+    with_kept,
+)
 from lora_worker import adapted, write_state
 from pretended_device import on_device
 from replicas_worker import replicas
@@ -30,7 +38,7 @@ from shares_worker import shared
 from megatron_rl.batch import Targets
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import from_mapping, to_yaml
-from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Precision
+from megatron_rl.config.schema import Config, ModelSection, Precision
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules.observers import Amax
@@ -42,7 +50,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
 from megatron_rl.quantization import host_products
-from megatron_rl.rollout_correction.correction import correct
+from megatron_rl.step import Step
 from megatron_rl.types import NO_EXPERT
 
 STEPS_ASIDE = 3
@@ -115,13 +123,13 @@ def begin(learner: Learner, job: Fields) -> None:
 
 def train(learner: Learner, job: Fields) -> Fields:
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
-    before_BT = learner.logprobs(batch)
-    targets = make_targets(batch, before_BT)
-    steps = [learner.update(targets) for _ in range(job.get("steps", 0))]
-    after_BT = learner.logprobs(batch) if steps else before_BT
+    before_N = learner.logprobs(batch)
+    targets = make_targets(batch, before_N)
+    steps = [update(learner, batch, targets) for _ in range(job.get("steps", 0))]
+    after_N = learner.logprobs(batch) if steps else before_N
     return {
-        "logprobs": before_BT,
-        "after": after_BT,
+        "logprobs": before_N,
+        "after": after_N,
         "steps": steps,
     }
 
@@ -132,8 +140,8 @@ def aside(learner: Learner, job: Fields) -> Fields:
     found = []
     kept = []
     for _ in range(STEPS_ASIDE):
-        before_BT = learner.logprobs(batch)
-        found.append(learner.update(make_targets(batch, before_BT)))
+        before_N = learner.logprobs(batch)
+        found.append(update(learner, batch, make_targets(batch, before_N)))
         kept.append(_digest(learner))
         learner.make_room()
         learner.make_room()  # a step without a sync
@@ -157,19 +165,18 @@ def _digest(learner: Learner) -> str:
 def one_update(learner: Learner, job: Fields) -> Fields:
     """Update on a batch that trains all rows: `scored` before it, or by its own forward pass."""
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
-    anchor_BT = learner.logprobs(batch) if job["scored"] else None
-    found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
-    masks = found.mask_BT, found.denominator_mask_BT
-    targets = Targets(batch, anchor_BT, None, advantages_B, found.weights_BT, *masks)
+    share = learner.part(batch)
+    anchor_N = learner.logprobs(share) if job["scored"] else None
+    targets = Step.corrected(config_of(job), share, 0, anchor_N).targets(None)
     with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
-        metrics = learner.update(targets)
+        metrics = learner.update(share, targets)
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
-    each = len(learner.own_layers) * len(learner._work(batch, range(len(batch))).packs)
-    own_BT = learner.take_own_logprobs()
-    assert (own_BT is None) == job["scored"] and learner.take_own_logprobs() is None
+    each = len(learner.own_layers) * len(learner._packs(share, torch.arange(len(batch))))
+    own_N = learner.take_own_logprobs()
+    assert (own_N is None) == job["scored"] and learner.take_own_logprobs() is None
     return {
         "metrics": metrics,
-        "prox": anchor_BT if own_BT is None else own_BT,
+        "prox": learner.plane.join(anchor_N if own_N is None else own_N, share),
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
         # of a layer in a micro-batch
         "looks": {name: count / each for name, count in looks.items()},
@@ -180,30 +187,30 @@ def one_update(learner: Learner, job: Fields) -> Fields:
 def expects(learner: Learner, job: Fields) -> Fields:
     """Logprobs of the learner itself, and those it expects of the sampler."""
     batch = make_batch()
-    own_BT = learner.logprobs(batch)
-    expected_BT = learner.expected_logprobs(batch)
-    assert expected_BT is not None
-    assert torch.equal(own_BT, learner.logprobs(batch)), "its own arithmetic is as before"
-    return {"own": own_BT, "expected": expected_BT}
+    own_N = learner.logprobs(batch)
+    expected_N = learner.expected_logprobs(batch)
+    assert expected_N is not None
+    assert torch.equal(own_N, learner.logprobs(batch)), "its own arithmetic is as before"
+    return {"own": own_N, "expected": expected_N}
 
 
 def noise(learner: Learner, job: Fields) -> Fields:
     """Effect of a second rounding on the logprobs, twice; checks that it leaves no trace."""
     batch = make_batch()
-    before_BT = learner.logprobs(batch)
+    before_N = learner.logprobs(batch)
     learner.take_activation_amax(), learner.take_cache_amax()
-    moved_BT, again_BT = (learner.logprobs_rounded_again(batch) for _ in range(2))
-    expected_BT = learner.expected_logprobs(batch)
+    moved_N, again_N = (learner.logprobs_rounded_again(batch) for _ in range(2))
+    expected_N = learner.expected_logprobs(batch)
 
-    def distance(logprobs_BT: torch.Tensor) -> torch.Tensor:
-        return (logprobs_BT - before_BT)[batch.mask_BT].abs().mean()
+    def distance(logprobs_N: torch.Tensor) -> torch.Tensor:
+        return (logprobs_N - before_N)[batch.mask_N].abs().mean()
 
     return {
-        "noise": distance(moved_BT),
-        "expected": None if expected_BT is None else distance(expected_BT),
-        "repeats": torch.equal(moved_BT, again_BT),
+        "noise": distance(moved_N),
+        "expected": None if expected_N is None else distance(expected_N),
+        "repeats": torch.equal(moved_N, again_N),
         "seen": learner.take_activation_amax().any() or learner.take_cache_amax().any(),
-        "same": torch.equal(before_BT, learner.logprobs(batch)),
+        "same": torch.equal(before_N, learner.logprobs(batch)),
     }
 
 
@@ -229,24 +236,26 @@ def wide(learner: Learner, job: Fields) -> Fields:
 def flips(learner: Learner, job: Fields) -> list[Any]:
     """Flips against another engine's experts, and with one expert of two tokens exchanged."""
     batch = make_batch()
-    chosen_BSLK = load_file(job["chosen"])["chosen"]
-    exchanged_BSLK = chosen_BSLK.clone()
-    for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
-        chosen = chosen_BSLK[place].tolist()
-        exchanged_BSLK[(*place, 1)] = min({0, 1, 2} - {*chosen})
-    nothing_BSLK = torch.full_like(chosen_BSLK, NO_EXPERT)
+    chosen_PLK = load_file(job["chosen"])["chosen"]
+    exchanged_PLK = chosen_PLK.clone()
+    ends = batch.lengths_B.cumsum(0).tolist()
+    for place in ((ends[0] + 3, 0), (ends[1], 3)):  # of the rows 1 and 2: position, layer
+        chosen = chosen_PLK[place].tolist()
+        exchanged_PLK[(*place, 1)] = min({0, 1, 2} - {*chosen})
+    nothing_PLK = torch.full_like(chosen_PLK, NO_EXPERT)
     return [
-        learner.router_flips(batch, given) for given in (chosen_BSLK, exchanged_BSLK, nothing_BSLK)
+        learner.router_flips(batch, given) for given in (chosen_PLK, exchanged_PLK, nothing_PLK)
     ]
 
 
 def rejected(learner: Learner, job: Fields) -> dict[str, float]:
     """A minibatch of rejected, counted rows; its reference is 0.5 below the policy."""
     batch = make_batch()
-    before_BT = learner.logprobs(batch)
-    targets = make_targets(batch, before_BT)
-    nothing_BT = torch.zeros_like(batch.mask_BT)
-    return learner.update(replace(targets, ref_logprobs_BT=before_BT - 0.5, mask_BT=nothing_BT))
+    before_N = learner.logprobs(batch)
+    targets = make_targets(batch, before_N)
+    nothing_N = torch.zeros_like(batch.mask_N)
+    targets = replace(targets, ref_logprobs_N=before_N - 0.5, mask_N=nothing_N)
+    return update(learner, batch, targets)
 
 
 def emptiness(learner: Learner, job: Fields) -> Fields:
@@ -257,18 +266,18 @@ def emptiness(learner: Learner, job: Fields) -> Fields:
         learner.take_activation_amax(), learner.take_cache_amax()
         before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
         batch = make()
-        logprobs_BT = learner.logprobs(batch)
+        logprobs_N = learner.logprobs(batch)
         steps = learner.steps
         seen = {"norms": learner.take_activation_amax(), "cache": learner.take_cache_amax()}
-        update = learner.update(make_targets(batch, torch.zeros_like(logprobs_BT)))
+        metrics = update(learner, batch, make_targets(batch, torch.zeros_like(logprobs_N)))
         moved = [
             not torch.equal(old, new)
             for old, (_, new) in zip(before, learner.named_parameters(), strict=True)
         ]
         found[name] = {
-            "logprobs": logprobs_BT,
+            "logprobs": logprobs_N,
             "seen": {what: _over_all_ranks(learner, amax) for what, amax in seen.items()},
-            "update": update,
+            "update": metrics,
             "steps": learner.steps - steps,
             "moved": any(exchange(any(moved))),
         }
@@ -305,22 +314,22 @@ SPOILT = {
 def nonfinite(learner: Learner, job: Fields) -> Fields:
     """A minibatch that is not finite, once or several times, then a good one."""
     batch = make_batch()
-    before_BT = learner.logprobs(batch)
-    good = make_targets(batch, before_BT)
+    before_N = learner.logprobs(batch)
+    good = make_targets(batch, before_N)
     bad = SPOILT[job.get("spoilt", "an advantage")](learner, good)
     try:
         for _ in range(job.get("times", 1)):
-            metrics = learner.update(bad)
+            metrics = update(learner, batch, bad)
             error = ""
     except NonFiniteError as caught:
         metrics = {}
         error = str(caught)
-    unchanged = torch.equal(before_BT, learner.logprobs(batch))
+    unchanged = torch.equal(before_N, learner.logprobs(batch))
     return {
         "metrics": metrics,
         "error": error,
         "unchanged": unchanged,
-        "next": learner.update(good),
+        "next": update(learner, batch, good),
     }
 
 
@@ -343,7 +352,7 @@ def activations(learner: Learner, job: Fields) -> Fields:
     learner.keep_reference()
     learner.reference_logprobs(batch)  # another policy's activations
     unseen_L2 = learner.take_cache_amax()
-    learner.update(make_targets(batch, torch.zeros(batch.mask_BT.shape)))
+    update(learner, batch, make_targets(batch, torch.zeros(batch.mask_N.shape)))
     unseen_LNH = learner.take_activation_amax()
     trained_L2 = learner.take_cache_amax()
     begin(learner, job)
@@ -363,10 +372,10 @@ def activations(learner: Learner, job: Fields) -> Fields:
 def memory(learner: Learner, job: Fields) -> list[dict[str, int]]:
     """Each rank's bytes in an update on rows of one length."""
     batch = make_even_batch(**job["batch"], vocab=learner.shape.vocab)
-    targets = make_targets(batch, batch.sampler_logprobs_BT)
+    targets = make_targets(batch, batch.sampler_logprobs_N)
     saved = Saved(learner)
     with saved.watching():
-        learner.update(targets)
+        update(learner, batch, targets)
     return exchange({**static(learner), **saved.peak})
 
 
@@ -385,7 +394,7 @@ def checkpoint(learner: Learner, job: Fields) -> Fields:
     """Two updates, then a write of the state or a read of another learner's, then two more."""
     batch = make_batch()
     folder = Path(job["checkpoint"])
-    targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
+    targets = make_targets(batch, torch.zeros(batch.mask_N.shape))
     held = LearnerState(learner)
     tensors_file = folder / f"own_{learner.rank}.safetensors"
     text_file = tensors_file.with_suffix(".json")
@@ -395,14 +404,14 @@ def checkpoint(learner: Learner, job: Fields) -> Fields:
             held.restore_own(load_file(tensors_file), json.loads(text_file.read_text()))
     else:
         for _ in range(2):
-            learner.update(targets)
+            update(learner, batch, targets)
         write_state(learner, folder)
         tensors, text = held.own()
         save_file(tensors, tensors_file)
         text_file.write_text(json.dumps(text))
         learner.broadcast()
     return {
-        "steps": [learner.update(targets) for _ in range(2)],
+        "steps": [update(learner, batch, targets) for _ in range(2)],
         "after": learner.logprobs(batch),
     }
 

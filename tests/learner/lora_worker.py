@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_cases import make_batch, make_targets
+from learner_cases import make_batch, make_targets, update
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.torch_dist.reader import Reader
@@ -38,22 +38,22 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         lambda name: given[name],
     )
     learner.optimizer.reload_model_params()
-    before_BT = learner.logprobs(batch)
+    before_N = learner.logprobs(batch)
     sent = {format: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
     merged = _whole(learner, Format.none)
-    expected_BT = learner.expected_logprobs(batch)
+    expected_N = learner.expected_logprobs(batch)
     learner.keep_reference()
-    base_BT = learner.reference_logprobs(batch)
+    base_N = learner.reference_logprobs(batch)
     frozen = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
     copies = [weight.clone() for weight in frozen]
-    step = learner.update(make_targets(batch, before_BT))
+    step = update(learner, batch, make_targets(batch, before_N))
     assert all(map(torch.equal, frozen, copies))
     assert all(getattr(weight, "main_grad", None) is None for weight in frozen)
     write_state(learner, out)
     if learner.is_driver:
         write_folder(out / "merged", merged, learner.model.hf_config)
         save_file(_gradients(learner, Reader(out)), out / "gradients.safetensors")
-    after_BT = learner.logprobs(batch)
+    after_N = learner.logprobs(batch)
     learner.broadcast()
     weights.load(
         iter(trained),
@@ -63,12 +63,12 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     )
     learner.load_hf(out)  # its adapters alone
     return {
-        "logprobs": before_BT,
-        "base": base_BT,
+        "logprobs": before_N,
+        "base": base_N,
         "sent": sent,
         "step": step,
-        "expected": expected_BT,
-        "after": after_BT,
+        "expected": expected_N,
+        "after": after_N,
         "again": learner.logprobs(batch),
     }
 

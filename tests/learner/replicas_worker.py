@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import make_batch, make_targets
+from learner_cases import make_batch, make_targets, update
 from safetensors.torch import save_file
 
 from megatron_rl.learner.learner import Learner
@@ -29,10 +29,10 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for step in range(job["steps"]):
         # fewer rows, and so another number of micro-batches, than in the first
-        fewer_BT = targets.mask_BT & (torch.arange(len(batch)) < len(batch) - 6 * step)[:, None]
-        steps.append(
-            learner.update(replace(targets, mask_BT=fewer_BT, denominator_mask_BT=fewer_BT))
-        )
+        first_B = torch.arange(len(batch)) < len(batch) - 6 * step
+        fewer_N = batch.mask_N & batch.responses.at_tokens(first_B)
+        fewer = replace(targets, mask_N=fewer_N, denominator_mask_N=fewer_N)
+        steps.append(update(learner, batch, fewer))
     save_file(gradients, f"{job['gradients']}.{learner.rank}")
     return {
         "steps": steps,

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner_cases import Fields, make_batch, make_targets, with_experts
+from learner_cases import Fields, make_batch, make_targets, update
 
 from megatron_rl.batch import Batch
 from megatron_rl.learner.learner import Learner
@@ -26,13 +26,14 @@ def routed_batch(silent: int | None = None) -> Batch:
     """
     batch = make_batch()
     random = torch.Generator().manual_seed(5)
-    shape = (*batch.tokens_BS.shape, LAYERS, EXPERTS)
-    chosen_BSLK = torch.rand(shape, generator=random).topk(CHOSEN).indices.to(torch.int16)
-    chosen_BSLK[torch.arange(shape[1]) >= batch.lengths_B[:, None] - 1] = NO_EXPERT
+    scores_PLE = torch.rand(len(batch.tokens_P), LAYERS, EXPERTS, generator=random)
+    chosen_PLK = scores_PLE.topk(CHOSEN).indices.to(torch.int16)
+    chosen_PLK[batch.lengths_B.cumsum(0) - 1] = NO_EXPERT
     if silent is not None:
-        chosen_BSLK[silent] = NO_EXPERT
-        chosen_BSLK[silent, :2] = 0
-    return with_experts(batch, chosen_BSLK)
+        row_SLK = chosen_PLK.split(batch.lengths_B.tolist())[silent]
+        row_SLK.fill_(NO_EXPERT)
+        row_SLK[:2] = 0
+    return replace(batch, experts_PLK=chosen_PLK)
 
 
 def _wrong_layer(replay: RouterReplay) -> None:
@@ -67,10 +68,10 @@ FAULTS = {  # of the replay; others are of what it is told
 
 
 def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
-    """[B, S, L, K] of this rank's routers, row by row."""
-    chosen_BSLK = torch.full((*batch.tokens_BS.shape, LAYERS, CHOSEN), NO_EXPERT).to(torch.int16)
-    for row, length in enumerate(batch.lengths_B.tolist()):
-        read_SLK = chosen_BSLK[row, : length - 1]
+    """[P, L, K] of this rank's routers, row by row."""
+    chosen_PLK = torch.full((len(batch.tokens_P), LAYERS, CHOSEN), NO_EXPERT).to(torch.int16)
+    for row, chosen_SLK in enumerate(chosen_PLK.split(batch.lengths_B.tolist())):
+        read_SLK = chosen_SLK[:-1]
 
         def noting(layer: int, *arguments: Any) -> Any:
             values_SK, own_SK = _own(*arguments)
@@ -82,22 +83,22 @@ def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
                 note = partial(noting, router._layer)
                 stack.enter_context(mock.patch.object(router, "get_replay_topk", note))
             learner.logprobs(batch.rows(torch.tensor([row])))
-    return chosen_BSLK
+    return chosen_PLK
 
 
 def faulty(learner: Learner, job: Fields) -> Fields:
     """Metrics or error of a step that replays the learner's own choices with an injected fault."""
     batch = make_batch()
-    chosen_BSLK = own_choices(learner, batch)
-    before_BT = learner.logprobs(with_experts(batch, chosen_BSLK))
+    batch = replace(batch, experts_PLK=own_choices(learner, batch))
+    before_N = learner.logprobs(batch)
     if job["fault"] == "cache_hit":
-        chosen_BSLK[1:, :4] = NO_EXPERT
-    batch = with_experts(batch, chosen_BSLK)
+        for row_SLK in batch.experts_PLK.split(batch.lengths_B.tolist())[1:]:
+            row_SLK[:4] = NO_EXPERT
     learner.take_replayed()
     if job["fault"] in FAULTS:
         FAULTS[job["fault"]](learner._replay)
     try:
-        learner.update(make_targets(batch, before_BT))
+        update(learner, batch, make_targets(batch, before_N))
         return dict(check(learner.take_replayed()))
     except ReplayError as error:
         return {"refused": str(error)}
@@ -105,28 +106,28 @@ def faulty(learner: Learner, job: Fields) -> Fields:
 
 def routed(learner: Learner, job: Fields) -> Fields:
     batch = routed_batch(job.get("silent"))
-    own_BT = learner.logprobs(replace(batch, experts_PLK=None))
+    own_N = learner.logprobs(replace(batch, experts_PLK=None))
     unheard = learner.take_replayed()
-    before_BT = learner.logprobs(batch)
+    before_N = learner.logprobs(batch)
     scored = learner.take_replayed()
     learner.keep_reference()
-    reference_BT = learner.reference_logprobs(batch)
-    targets = make_targets(batch, before_BT)
+    reference_N = learner.reference_logprobs(batch)
+    targets = make_targets(batch, before_N)
     if "loss" in job:
-        targets = replace(targets, weights_BT=torch.ones_like(targets.weights_BT))
+        targets = replace(targets, weights_N=torch.ones_like(targets.weights_N))
     learner.take_replayed()
-    steps = [learner.update(targets)]
+    steps = [update(learner, batch, targets)]
     trained = learner.take_replayed()
     gradients = [
         parameter.main_grad.clone()
         for name, parameter in learner.named_parameters()
         if "router" in name
     ]
-    steps += [learner.update(targets) for _ in range(2)]
+    steps += [update(learner, batch, targets) for _ in range(2)]
     return {
-        "own": own_BT,
-        "logprobs": before_BT,
-        "reference": reference_BT,
+        "own": own_N,
+        "logprobs": before_N,
+        "reference": reference_N,
         "after": learner.logprobs(batch),
         "unheard": unheard,
         "scored": scored,

@@ -1,5 +1,6 @@
 """A rank whose batch only the driver holds: passes and updates as with the batch on every rank."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,67 +8,74 @@ import torch
 from learner_cases import make_batch, make_targets, with_kept
 from routing_worker import routed_batch
 
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, Share, Targets
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import shares
 from megatron_rl.learner.learner import Learner
 
 SMALL = 64  # bytes of a piece: several for each column
+UPDATES = 2
 
 
-def _targets(batch: Batch, before_BT: torch.Tensor) -> Targets:
+def _targets(batch: Batch, before_N: torch.Tensor) -> Targets:
     """With everything that a loss may be given."""
     random = torch.Generator().manual_seed(4)
-    targets = make_targets(batch, before_BT)
     more = {
-        name: torch.rand(before_BT.shape, generator=random)
-        for name in ("ref_logprobs_BT", "staleness_BT")
+        name: torch.rand(before_N.shape, generator=random)
+        for name in ("ref_logprobs_N", "staleness_N", "advantages_N")
     }
-    return replace(targets, advantages_BT=torch.randn(before_BT.shape, generator=random), **more)
+    return replace(make_targets(batch, before_N), turns_N=batch.turns_N, **more)
 
 
-def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two passes and two minibatches of rows, twice from the same weights."""
-    shares.PIECE_BYTES = SMALL
-    batch = routed_batch() if job.get("experts") else with_kept(make_batch())
-    batch = batch.with_matrices(
-        turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3
-    )
-    parts = [torch.arange(0, len(batch), 2), torch.arange(1, len(batch), 2)]
-    before_BT = learner.logprobs(batch)
-    whole = [learner.update(_targets(batch, before_BT).rows(rows)) for rows in parts]
-    after_BT = learner.logprobs(batch)
-
+def _trained(
+    learner: Learner, share: Share, targets: Targets, parts: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """Two passes and minibatches of rows, always from the same weights."""
     learner.init_random(7)
     for each in learner.optimizer.chained_optimizers:
         each.optimizer.state.clear()
     learner.steps = 0
+    own = targets.rows(share.own)
+    before_N = learner.logprobs(share)
+    steps = [learner.update(share, own, rows) for rows in parts]
+    after_N = learner.logprobs(share)
+    join = learner.plane.join
+    return {"steps": steps, "logprobs": join(before_N, share), "after": join(after_N, share)}
+
+
+def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The batch on every rank; on the driver alone, in the same shares and in those of updates."""
+    shares.PIECE_BYTES = SMALL
+    batch = routed_batch() if job.get("experts") else with_kept(make_batch())
+    batch = replace(batch, turns_N=batch.responses.place_N.int() // 3)
+    targets = _targets(batch, learner.logprobs(batch))
+    driven = batch if learner.is_driver else None
     plane = learner.plane
-    driver = learner.is_driver
-    held = plane.share(batch if driver else None)
-    ours_BT = learner.logprobs(held)
-    passed = plane.received
-    assert torch.equal(ours_BT, learner.logprobs(held))
-    again = plane.received - passed
-    mine = held.held.mine
-    targets = plane.share_targets(
-        held, _targets(held.whole, ours_BT) if held.whole is not None else None
+    alike = learner.split(driven)
+    moved = plane.sent, plane.received
+    share = learner.split(driven, UPDATES, "seed")
+    everywhere, alike, apart = (
+        _trained(learner, one, targets, share.minibatches)
+        for one in (learner.part(batch), alike, share)
     )
-    steps = [learner.update(targets, rows) for rows in parts]
+    mine = share.batch
     about = {
-        "replica": learner.place.dp,
-        "rows": len(batch) if mine is None else len(mine),
-        "tokens": len(batch.tokens_P) if mine is None else len(mine.tokens_P),
-        "layers": 0 if mine is None or mine.experts_PLK is None else mine.experts_PLK.shape[1],
-        "again": again,
-        "sent": plane.sent,
-        "received": plane.received,
+        "rows": share.own.tolist(),
+        "tokens": len(mine.tokens_P),
+        "layers": 0 if mine.experts_PLK is None else mine.experts_PLK.shape[1],
+        "bytes": sum(one.nbytes for name, one in mine.columns.items() if not name.endswith("_B")),
+        "sent": plane.sent - moved[0],
+        "received": plane.received - moved[1],
     }
-    last_BT = learner.logprobs(held)
-    same = not driver or (torch.equal(before_BT, ours_BT) and torch.equal(after_BT, last_BT))
-    empty = driver or (ours_BT.numel() == 0 and held.whole is None)
+    # stages have the experts of their own layers
+    collected = plane.collect(share, replace(mine, experts_PLK=None).columns)
     return {
-        "same": [whole == steps, same],
-        "empty": exchange(empty),
+        "everywhere": everywhere,
+        "alike": alike,
+        "apart": apart,
+        "updates": [len(rows) for rows in share.minibatches],
+        "collected": exchange(
+            [torch.equal(one, batch.columns[name]) for name, one in collected.items()]
+        ),
         "ranks": exchange(about),
     }

@@ -82,17 +82,17 @@ def test_every_layout_computes_the_same(model: str, at: str, slices: int, found:
     whole = found[f"{model} {slices}"]
     cases.close(split, whole, 1e-4)
     # updated weights differ in their last bits, which move some codes by one
-    assert (cases.matrix(split, "after") - cases.matrix(whole, "after")).abs().median() < 1e-3
+    assert (cases.tensor(split, "after") - cases.tensor(whole, "after")).abs().median() < 1e-3
     for here, there in zip(split["steps"], whole["steps"], strict=True):
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=1e-2)
 
 
 @pytest.mark.parametrize("model", FORMATS)
 def test_it_is_another_arithmetic_and_a_close_one(model: str, found: Fields) -> None:
-    plain = cases.matrix(found["plain"])
-    quantized, slices = (cases.matrix(found[f"{model} {slices}"]) for slices in SLICES)
-    assert 1e-4 < (quantized - plain).abs().mean() < 0.1
-    assert (quantized - slices).abs().mean() > 1e-5, "two slices have scales of their own"
+    plain = cases.tensor(found["plain"])
+    quantized, slices = (cases.tensor(found[f"{model} {slices}"]) for slices in SLICES)
+    assert 3.5e-4 < (quantized - plain).abs().mean() < 0.35
+    assert (quantized - slices).abs().mean() > 3.5e-5, "two slices have scales of their own"
 
 
 @pytest.mark.parametrize("model", FORMATS)

@@ -87,7 +87,7 @@ def test_it_is_the_same_step(case: str, found: Fields) -> None:
     one = found[f"{ALONE[case]} alone"]
     cases.close(here, one, 1e-4)
     cases.close(here, one, 1e-3, "after")
-    assert (cases.matrix(one, "after") - cases.matrix(one)).abs().max() > 1e-2
+    assert (cases.tensor(one, "after") - cases.tensor(one)).abs().max() > 1e-2
     assert one["steps"][0]["optim/grad_norm"] > 0
     cases.same_steps(here, one, rtol=1e-3, atol=1e-5)
     assert here["steps"][0] == pytest.approx(one["steps"][0], rel=1e-4, abs=1e-6)
@@ -99,7 +99,7 @@ def test_what_passes_show_is_seen_on_some_rank(case: str, found: Fields) -> None
     here = found[f"seen {case}"]
     for name in ("amax", "cache", "cache_trained"):
         cases.close(here, found["seen alone"], 1e-5, name, rtol=1e-4)
-        assert cases.matrix(here, name).min() > 0
+        assert cases.tensor(here, name).min() > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -1,20 +1,18 @@
 """Transfers to a device in one copy; a rank beside a sleeping engine frees memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import lone_rank
 from learner_cases import make_batch, make_targets, with_kept
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
-from megatron_rl.learner.learner import loss_columns, loss_inputs
+from megatron_rl.learner.learner import on_device
 from megatron_rl.learner.modules.packing import pack
-from megatron_rl.learner.shares import DataPlane
 
-HOST = torch.device("cpu")
 DEVICE = torch.device("meta")  # shapes and no content
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
 
@@ -53,24 +51,24 @@ def test_a_pack_moves_in_one_copy(kept: bool) -> None:
 
 @pytest.mark.parametrize("anchored", [False, True])
 def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
+    """With the segments that a loss sums over."""
     batch = make_batch()
-    batch = batch.with_matrices(
-        turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3
-    )
-    targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)
-    mine = pack(batch, [1, 4, 6])
-    logprobs_bT = torch.zeros(3, mine.horizon)
-    share = DataPlane(lone_rank()).loss_rows(targets, [[*range(len(batch))]])
-    there = mine.to(DEVICE)
+    batch = replace(batch, turns_N=batch.responses.place_N.int() // 3)
+    targets = make_targets(batch, torch.rand(batch.mask_N.shape) if anchored else None)
+    targets = replace(targets, turns_N=batch.turns_N)
+    rows = torch.tensor([6, 1, 4])
     with Copies() as copies:
-        moved = loss_inputs(loss_columns(share, there, DEVICE), there, logprobs_bT)
+        moved = on_device(targets, rows.tolist(), DEVICE)
     assert copies.count == 1
-    here = loss_inputs(loss_columns(share, mine, HOST), mine, logprobs_bT)
-    rows = list(mine.rows)
-    _check_moved(moved, here, ("logprobs_BT",))
-    assert torch.equal(here.turns_BT, batch.turns_BT[rows, : mine.horizon])
-    assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
-    assert (here.anchor_logprobs_BT is None) is (not anchored)
+    here = targets.rows(rows)
+    for name in ("turns", "responses"):
+        # without what they have derived
+        _check_moved(vars(moved).pop(name), replace(getattr(here, name)), ())
+    _check_moved(moved, targets.rows(rows), ())
+    answers = batch.turns_N.split(batch.response_lengths_B.tolist())
+    assert torch.equal(here.turns_N, torch.cat([answers[row] for row in rows]))
+    assert torch.equal(here.groups_B, targets.groups_B[rows])
+    assert (here.anchor_logprobs_N is None) is (not anchored)
 
 
 def test_only_ranks_beside_a_sleeping_engine_return_segments(

@@ -182,9 +182,9 @@ def test_logprobs_among_kept_tokens_are_those_of_transformers(
     found: Fields, folders: dict[str, Path]
 ) -> None:
     batch = cases.with_kept(cases.make_batch())
-    wanted_BT = cases.transformers_logprobs(folders["qwen2"], batch)
-    cases.close(found["kept_qwen2"], wanted_BT, 3e-5)
-    assert (wanted_BT - cases.matrix(found["qwen2"])).abs().max() > 1
+    wanted_N = cases.transformers_logprobs(folders["qwen2"], batch)
+    cases.close(found["kept_qwen2"], wanted_N, 3e-5)
+    assert (wanted_N - cases.tensor(found["qwen2"])).abs().max() > 1
 
 
 def test_what_the_policy_would_not_have_kept_is_counted(found: Fields) -> None:
@@ -219,7 +219,7 @@ def test_layouts_and_packs_train_alike(case: str, wanted: str, rel: float, found
 def test_training_moves_the_policy(found: Fields) -> None:
     """Guards the comparisons above: they would also hold for a learner that does nothing."""
     for case in ("fp32", "bf16", "untied", "moe"):
-        moved = (cases.matrix(found[case], "after") - cases.matrix(found[case])).abs().max()
+        moved = (cases.tensor(found[case], "after") - cases.tensor(found[case])).abs().max()
         assert moved > 0.05, case
         assert found[case]["steps"][0]["optim/grad_norm"] > 0.05, case
     losses = [step["loss/total"] for step in found["bf16"]["steps"]]
@@ -248,8 +248,8 @@ def transformers_activations(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         watch(amax_LNH[layer, 1], block.post_attention_layernorm)
     batch = cases.make_batch()
     with torch.no_grad():
-        for tokens_S, length in zip(batch.tokens_BS, batch.lengths_B, strict=True):
-            cached = reference(tokens_S[None, :length], use_cache=True).past_key_values
+        for tokens_S in cases.tokens_of(batch):
+            cached = reference(tokens_S[None], use_cache=True).past_key_values
             for layer, of_layer in enumerate(cached.layers):
                 seen_2 = torch.stack([of_layer.keys.abs().amax(), of_layer.values.abs().amax()])
                 cache_L2[layer] = torch.maximum(cache_L2[layer], seen_2)
@@ -270,7 +270,7 @@ def test_every_layout_sees_the_same_activations(
     assert not case["unseen"]
     assert not case["left"]
     assert not case["cache_unseen"]
-    assert cases.matrix(case, "cache_trained").min() > 0
+    assert cases.tensor(case, "cache_trained").min() > 0
 
 
 @pytest.mark.parametrize("at", UPDATED)
@@ -289,17 +289,15 @@ def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(at: str, foun
 
 
 def transformers_experts(folder: Path) -> torch.Tensor:
-    """[row, position, layer, expert]: experts of each token; -1 where there is none."""
+    """[token, layer, expert]: experts of each token of all rows."""
     model = cases.reference(folder)
-    batch = cases.make_batch()
-    chosen = torch.full((*batch.tokens_BS.shape, 4, 2), -1)
-    for row, length in enumerate(batch.lengths_B):
-        tokens_1S = batch.tokens_BS[row : row + 1, :length]
+    rows = []
+    for tokens_S in cases.tokens_of(cases.make_batch()):
         with torch.no_grad():
-            routers = model(tokens_1S, output_router_logits=True).router_logits
-        for layer, logits_SE in enumerate(routers):
-            chosen[row, :length, layer] = logits_SE.view(length, -1).topk(2).indices
-    return chosen
+            routers = model(tokens_S[None], output_router_logits=True).router_logits
+        chosen = [logits.view(len(tokens_S), -1).topk(2).indices for logits in routers]
+        rows.append(torch.stack(chosen, dim=1))
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("layout", ["one", *cases.EXPERT_LAYOUTS])

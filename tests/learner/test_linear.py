@@ -60,7 +60,7 @@ def test_every_layout_computes_and_learns_the_same(model: str, at: str, found: F
     here = found[f"{model} {at}"]
     there = found[f"{model} fp32"]
     # of BF16 layers, whose halves are rounded
-    assert (cases.matrix(here) - cases.matrix(there)).abs().mean() < 0.02
+    assert (cases.tensor(here) - cases.tensor(there)).abs().mean() < 0.07
     assert norm(here) == pytest.approx(norm(there), rel=0.03)
 
 
@@ -68,7 +68,7 @@ def test_every_layout_computes_and_learns_the_same(model: str, at: str, found: F
 def test_gradients_are_those_of_the_plain_layer(model: str, found: Fields) -> None:
     wide = found[f"{model} fp32"]
     plain = found[f"{model} bf16"]
-    assert 1e-4 < (cases.matrix(wide) - cases.matrix(plain)).abs().mean() < 0.02
+    assert 3.5e-4 < (cases.tensor(wide) - cases.tensor(plain)).abs().mean() < 0.07
     assert norm(wide) == pytest.approx(norm(plain), rel=0.01)
 
 

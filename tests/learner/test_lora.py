@@ -11,7 +11,6 @@ from learner_cases import Fields
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.learner.weights import with_new_adapters
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
@@ -107,24 +106,13 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return cases.run(tmp_path_factory, one, two)
 
 
-def _loss(logprobs_BT: Tensor) -> Tensor:
+def _loss(logprobs_N: Tensor) -> Tensor:
     """The jobs' loss, by the formula that the learner has (tests/loss)."""
     batch = cases.make_batch()
-    targets = cases.make_targets(batch, logprobs_BT.detach())
-    inputs = LossInputs(
-        logprobs_BT,
-        targets.anchor_logprobs_BT,
-        batch.sampler_logprobs_BT,
-        None,
-        None,
-        targets.advantages_B,
-        targets.weights_BT,
-        targets.mask_BT,
-        targets.denominator_mask_BT,
-        batch.groups_B,
-    )
-    totals = count_totals(targets.denominator_mask_BT, batch.groups_B, 512, targets.weights_BT)
-    return policy_loss(inputs, LossConfig(), totals, CorrectionConfig())[0]
+    targets = cases.make_targets(batch, logprobs_N.detach())
+    counts_B = batch.responses.sum(batch.mask_N.double()).long()
+    totals = count_totals(counts_B, batch.groups_B, 512)
+    return policy_loss(logprobs_N, targets, LossConfig(), totals, CorrectionConfig())[0]
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +141,12 @@ def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict
             short = name.removeprefix("base_model.model.").replace(".default", "")
             held[short] = parameter
             parameter.data.copy_(given[short])
-    logprobs_BT = cases.logprobs_by(model)
-    _loss(logprobs_BT).backward()
+    logprobs_N = cases.logprobs_by(model)
+    _loss(logprobs_N).backward()
     gradients = {name: parameter.grad for name, parameter in held.items()}
     with torch.no_grad():
         merged = dict(model.merge_and_unload().named_parameters())
-    return logprobs_BT.detach(), gradients, merged
+    return logprobs_N.detach(), gradients, merged
 
 
 def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -194,9 +182,9 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
             if f"{layer}.lora_A.weight" in given:
                 weight = weight + added(layer)
             merged[name] = stored[name] = weight
-    logprobs_BT = cases.logprobs_by(partial(torch.func.functional_call, model, merged))
-    _loss(logprobs_BT).backward()
-    return logprobs_BT.detach(), {name: one.grad for name, one in given.items()}, stored
+    logprobs_N = cases.logprobs_by(partial(torch.func.functional_call, model, merged))
+    _loss(logprobs_N).backward()
+    return logprobs_N.detach(), {name: one.grad for name, one in given.items()}, stored
 
 
 CASES = [
@@ -210,10 +198,10 @@ CASES = [
 def test_logprobs_and_gradients_are_those_of_peft(
     family: str, at: str, found: Fields, wanted: Fields, folders: dict[str, Path]
 ) -> None:
-    logprobs_BT, gradients, _ = wanted[family]
-    mask_BT = cases.make_batch().mask_BT
-    here_BT = cases.matrix(found[f"{family}_{at}"])
-    cases.close(here_BT * mask_BT, logprobs_BT * mask_BT, 1e-5, rtol=1e-6)
+    logprobs_N, gradients, _ = wanted[family]
+    mask_N = cases.make_batch().mask_N
+    here_N = cases.tensor(found[f"{family}_{at}"])
+    cases.close(here_N * mask_N, logprobs_N * mask_N, 1e-5, rtol=1e-6)
     its = load_file(folders[family].parent / f"out_{family}_{at}" / "gradients.safetensors")
     idle = [name for name in its if name not in gradients]
     # the rows of layers that are no targets
@@ -249,11 +237,11 @@ def test_without_its_adapters_it_is_the_reference(
     family: str, at: str, found: Fields, folders: dict[str, Path]
 ) -> None:
     case = found[f"{family}_{at}"]
-    mask_BT = cases.make_batch().mask_BT
-    base_BT = cases.matrix(case, "base")
-    wanted_BT = cases.transformers_logprobs(folders[family])
-    cases.close(base_BT * mask_BT, wanted_BT * mask_BT, 1e-5, rtol=1e-6)
-    assert (base_BT - cases.matrix(case)).abs().max() > 0.1
+    mask_N = cases.make_batch().mask_N
+    base_N = cases.tensor(case, "base")
+    wanted_N = cases.transformers_logprobs(folders[family])
+    cases.close(base_N * mask_N, wanted_N * mask_N, 1e-5, rtol=1e-6)
+    assert (base_N - cases.tensor(case)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("family", "at"), CASES)

@@ -49,8 +49,9 @@ def _run(world: int, wanted: dict[str, Fields], folder: Path) -> Fields:
     mixes = {"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True}
     jobs = [{**mixes, "layout": {"data_parallel": world}}]
     random = torch.Generator().manual_seed(0)
-    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=random).short()
-    save_file({"chosen": chosen_BSLK}, folder / "chosen.safetensors")
+    tokens = int(cases.make_batch().lengths_B.sum())
+    chosen_PLK = torch.randint(4, (tokens, 4, 2), generator=random).short()
+    save_file({"chosen": chosen_PLK}, folder / "chosen.safetensors")
     for name, job in wanted.items():
         layout = cases.PACKS | cases.ALL_LAYOUTS.get(job.get("at", ""), {})
         layout["megatron"] = MADE_THERE | layout.get("megatron", {})

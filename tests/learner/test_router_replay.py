@@ -81,14 +81,14 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     batch = routed_batch()
     topk = torch.topk
     rows = count()
-    experts_BSLK = cases.experts_of(batch)
+    experts = batch.experts_PLK.split(batch.lengths_B.tolist())
 
     def routed(tokens_1S: torch.Tensor) -> Any:
         row = next(rows)
         layers = cycle(range(4))
 
         def chosen(values: torch.Tensor, k: int, dim: int) -> Any:
-            given_SK = experts_BSLK[row, : len(values), next(layers)].long()
+            given_SK = experts[row][:, next(layers)].long()
             taken_SK = torch.where(
                 given_SK < 0,
                 topk(values, k, dim=dim).indices,
@@ -99,10 +99,10 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         with mock.patch("torch.topk", chosen):
             return model(tokens_1S)
 
-    found_BT = cases.logprobs_by(routed, batch)
-    (-(found_BT * batch.mask_BT).sum() / batch.mask_BT.sum()).backward()
+    found_N = cases.logprobs_by(routed, batch)
+    (-(found_N * batch.mask_N).sum() / batch.mask_N.sum()).backward()
     gradients = [layer.mlp.gate.weight.grad for layer in model.model.layers]
-    return found_BT.detach(), torch.stack(gradients)
+    return found_N.detach(), torch.stack(gradients)
 
 
 def test_a_layer_of_experts_rounds_as_vllm_s(found: Fields) -> None:
@@ -113,13 +113,13 @@ def test_a_layer_of_experts_rounds_as_vllm_s(found: Fields) -> None:
 def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
     family: str, found: Fields, folders: dict[str, Path]
 ) -> None:
-    wanted_BT, gradients_LEH = transformers_routed(folders[family])
-    cases.close(found[family], wanted_BT, 3e-5)
-    own_BT = cases.matrix(found[family], "own")
-    assert (own_BT - wanted_BT).abs().max() > 0.1, "the given experts are others"
+    wanted_N, gradients_LEH = transformers_routed(folders[family])
+    cases.close(found[family], wanted_N, 3e-5)
+    own_N = cases.tensor(found[family], "own")
+    assert (own_N - wanted_N).abs().max() > 0.1, "the given experts are others"
     largest_L = gradients_LEH.abs().amax((1, 2), keepdim=True)
     assert (largest_L > 1e-5).all()
-    found_LEH = cases.matrix(found[family], "gradients")
+    found_LEH = cases.tensor(found[family], "gradients")
     cases.close(found_LEH / largest_L, gradients_LEH / largest_L, 1e-5)
 
 
@@ -128,7 +128,7 @@ def test_every_layout_and_pass_replays(case: str, found: Fields) -> None:
     here = found[case]
     one = found["one"]
     cases.close(here, one, 3e-5)
-    cases.close(cases.matrix(here, "reference"), one, 3e-5)
+    cases.close(cases.tensor(here, "reference"), one, 3e-5)
     cases.close(here, one, 3e-4, "after")
     cases.same_steps(here, one, rtol=1e-3, atol=1e-5)
     for part in ("scored", "trained"):
@@ -145,9 +145,10 @@ def test_what_is_silent_is_chosen_by_the_learner_and_counted(found: Fields) -> N
     read_B = routed_batch().lengths_B - 1
     share = 1 - float(read_B[SILENT] / read_B.sum())
     assert silent["scored"]["router/replayed"] == pytest.approx(share)
-    wanted_BT = cases.matrix(one)
-    wanted_BT[SILENT] = cases.matrix(silent, "own")[SILENT]
-    cases.close(silent, wanted_BT, 1e-6)
+    wanted_N = cases.tensor(one)
+    of_silent_N = routed_batch().responses.at_tokens(torch.arange(14) == SILENT)
+    wanted_N[of_silent_N] = cases.tensor(silent, "own")[of_silent_N]
+    cases.close(silent, wanted_N, 1e-6)
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -4,77 +4,72 @@ import learner_cases as cases
 import pytest
 from learner_cases import Fields
 
-# (name, model, layout, more of the job)
-CASES = [
-    *(
-        (
-            at,
-            cases.QWEN3,
-            cases.LAYOUTS[at],
-            {"kept": True},
-        )
-        for at in ("tp2", "pp2", "vp2", "dp2")
-    ),
-    *(
-        (f"experts_{at}", cases.QWEN3_MOE, layout, {"experts": True})
-        for at, layout in (cases.EXPERT_LAYOUTS | cases.LAYOUTS).items()
-        if at in ("ep2", "tp2_ep2", "pp2", "vp2")
-    ),
-]
-# of four ranks
-STAGES = {
+DENSE = ("alone", "tp2", "pp2", "vp2", "dp2")
+TWO = {at: cases.LAYOUTS[at] for at in DENSE[1:]}
+TWO |= {f"experts_{at}": cases.ALL_LAYOUTS[at] for at in ("ep2", "tp2_ep2", "pp2", "vp2")}
+FOUR = {  # ranks
     "stages of two": {**cases.LAYOUTS["pp2"], **cases.LAYOUTS["tp2_sp"]},
     "stages of replicas": {**cases.LAYOUTS["pp2"], **cases.LAYOUTS["dp2"]},
 }
-REPLICAS = {"dp2", "experts_ep2"}
+SHARED = [*TWO, *FOUR]
+REPLICAS = {"dp2", "experts_ep2", "stages of replicas"}
+STAGES = {"experts_pp2", "experts_vp2", *FOUR}
+ROWS = 14
 
 
-def _job(name: str, hf: Fields, layout: Fields, more: Fields) -> Fields:
-    router = {"router": "replay"} if more.get("experts") else {}
-    layout = {"tokens_per_microbatch": 60, **layout, **router}
-    return {"kind": "shared", "name": name, "hf": hf, "layout": layout, **more}
+def _job(name: str, layout: Fields) -> Fields:
+    layout = {"tokens_per_microbatch": 60, **layout}
+    if name in DENSE:
+        about = {"hf": cases.QWEN3, "layout": layout}
+    else:
+        about = {"hf": cases.QWEN3_MOE, "layout": layout | {"router": "replay"}, "experts": True}
+    return {"kind": "shared", "name": name, **about}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Fields:
-    alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
-    four = [
-        _job(
-            name,
-            cases.QWEN3_MOE,
-            layout,
-            {"experts": True},
-        )
-        for name, layout in STAGES.items()
-    ]
-    return cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES], four)
+    jobs = ([_job(*case) for case in some.items()] for some in ({"alone": {}}, TWO, FOUR))
+    return cases.run(tmp_path_factory, *jobs)
 
 
-@pytest.mark.parametrize("name", ["alone", *(case[0] for case in CASES), *STAGES])
-def test_passes_and_updates_are_the_same_to_the_last_bit(found: Fields, name: str) -> None:
-    assert found[name]["same"] == [True, True]
-    assert all(found[name]["empty"]), "only the driver is told"
-
-
-@pytest.mark.parametrize("name", [case[0] for case in CASES])
-def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: Fields, name: str) -> None:
-    driver, other = found[name]["ranks"]
-    assert driver["rows"] == 14 and other["again"] == 0, "rows that are there are not sent again"
+@pytest.mark.parametrize("name", ["alone", *SHARED])
+def test_passes_and_updates_are_those_of_a_batch_on_every_rank(found: Fields, name: str) -> None:
+    """To the last bit where the same rows are on each replica."""
+    case = found[name]
+    everywhere = case["everywhere"]
+    assert case["alike"] == everywhere and everywhere["after"] != everywhere["logprobs"]
+    assert len(case["updates"]) == 2 and sum(case["updates"]) == ROWS
     if name in REPLICAS:
-        assert 0 < other["rows"] < driver["rows"] and 0 < other["tokens"] < 0.7 * driver["tokens"]
+        cases.close(case["apart"], everywhere, 1e-5)
+        cases.close(case["apart"], everywhere, 1e-3, "after")
+        cases.same_steps(case["apart"], everywhere, rtol=1e-4, atol=1e-6)
     else:
-        assert other["rows"] == driver["rows"]
-    assert other["received"] and driver["sent"]
-    if name.startswith("experts"):
-        assert other["layers"] == (2 if name in ("experts_pp2", "experts_vp2") else 4), (
-            "of its stage alone"
-        )
+        assert case["apart"] == everywhere
+    driver, *others = case["collected"]
+    assert len(driver) > 5 and all(driver)
+    assert not any(others), "only the driver is told"
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", SHARED)
+def test_each_rank_gets_its_rows_once_and_no_others(found: Fields, name: str) -> None:
+    ranks = found[name]["ranks"]
+    driver, *others = ranks
+    assert driver["sent"] and driver["received"] == 0
+    assert all(rank["received"] == rank["bytes"] > 0 for rank in others)
+    if name in REPLICAS:
+        halves = driver, others[-1]
+        assert sorted(row for half in halves for row in half["rows"]) == [*range(ROWS)]
+        tokens = [half["tokens"] for half in halves]
+        assert max(tokens) < 0.7 * sum(tokens)
+    else:
+        assert all(rank["rows"] == [*range(ROWS)] for rank in ranks)
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in DENSE])
 def test_a_stage_s_ranks_hold_the_choices_of_its_layers(found: Fields, name: str) -> None:
-    """The driver has the whole batch."""
-    assert [rank["layers"] for rank in found[name]["ranks"]] == [0, 2, 2, 2]
+    """The driver has those of all."""
+    driver, *others = (rank["layers"] for rank in found[name]["ranks"])
+    assert driver == 4 and {*others} == {2 if name in STAGES else 4}
 
 
 def test_a_lone_rank_moves_nothing(found: Fields) -> None:

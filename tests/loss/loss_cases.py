@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from matrices import Corrected, LossInputs, rollout_correction
 from torch import Tensor
 
-from megatron_rl.batch import Batch, LossInputs
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
-from megatron_rl.rollout_correction.correction import Correction, rollout_correction
 
 LOG2 = math.log(2.0)
 BYPASS = CorrectionConfig(
@@ -39,7 +38,7 @@ def inputs_of(
 
 def corrected(
     d: list[list[float]], mask: list[list[int]] | None = None, **config: Any
-) -> Correction:
+) -> Corrected:
     """The correction for given log-ratios."""
     d_BT = torch.tensor(d)
     mask_BT = torch.ones_like(d_BT) if mask is None else torch.tensor(mask)
@@ -47,30 +46,15 @@ def corrected(
     return rollout_correction(mu_BT + d_BT, mu_BT, mask_BT.bool(), CorrectionConfig(**config))
 
 
-def inputs_for(correction: Correction, advantages: list[float], **changes: Tensor) -> LossInputs:
+def inputs_for(correction: Corrected, advantages: list[float], **changes: Tensor) -> LossInputs:
     """A loss's inputs where the policy is the one that the correction was made with."""
-    prox_BT = correction.source.prox_logprobs_BT
-    mu_BT = correction.source.sampler_logprobs_BT
+    prox_BT = correction.prox_logprobs_BT
+    mu_BT = correction.sampler_logprobs_BT
     assert prox_BT is not None
     found = inputs_of(
         prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages)
     )
     return replace(found, **{"selected_BT": torch.zeros_like(correction.mask_BT)} | changes)
-
-
-def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
-    """Responses to one prompt of one token, by policy version 0, unless `fields` differ."""
-    rows, columns = mask_BT.shape
-    zeros_B = torch.zeros(rows, dtype=torch.int64)
-    plain = {
-        "tokens_BS": torch.zeros(rows, columns + 1, dtype=torch.int64),
-        "prompt_lengths_B": zeros_B + 1,
-        "response_lengths_B": zeros_B + columns,
-        "rewards_B": torch.zeros(rows),
-        "groups_B": zeros_B,
-        "versions_B": zeros_B,
-    }
-    return Batch.of_matrices(mask_BT=mask_BT, sampler_logprobs_BT=sampler_BT, **plain | fields)
 
 
 def rows_of(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from matrices import LossInputs
 
-from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import LossConfig
 
 

@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import BYPASS, inputs_of, rows_of
+from matrices import Corrected, LossInputs, count_totals, policy_loss, rollout_correction
 
-from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig, NonFinite, Reduction, RejectRule
-from megatron_rl.loss.policy_loss import count_totals, policy_loss, seen_tokens
-from megatron_rl.rollout_correction.correction import (
-    Correction,
-    apply_conditional_rules,
-    rollout_correction,
-)
+from megatron_rl.loss.policy_loss import seen_tokens
 
 B = 6
 T = 5
@@ -44,7 +39,7 @@ MU_BT = PROX_BT + 0.3 * random_BT(2)
 
 
 def inputs(
-    found: Correction, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT
+    found: Corrected, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT
 ) -> LossInputs:
     some = inputs_of(
         pi_BT.clone().requires_grad_(),
@@ -57,14 +52,15 @@ def inputs(
     return replace(some, **rest, prompt_ids_B=torch.arange(B) // 2)
 
 
-def rejecting(**keys: Any) -> Correction:
+def rejecting(**keys: Any) -> Corrected:
     rules = [
         RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
         RejectRule(stat="k1", reduce="mean", high=0.05, when="negative_advantage"),
     ]
     config = CorrectionConfig(reject=rules, rebaseline=False, **{"renormalize": False, **keys})
-    found = rollout_correction(PROX_BT, MU_BT, MASK_BT, config)
-    return apply_conditional_rules(found, ADVANTAGES_B, config)
+    return rollout_correction(
+        PROX_BT, MU_BT, MASK_BT, config, judge=lambda counted_B: (ADVANTAGES_B, counted_B)
+    )
 
 
 def test_kl_and_entropy_count_rejected_tokens_and_the_policy_loss_does_not() -> None:

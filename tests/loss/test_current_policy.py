@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import BYPASS, batch_of, rows_of
+from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
+from matrices import LossInputs, batch_of, count_totals, policy_loss
 from test_loss import example
 
 from megatron_rl.config.correction_rules import check_objective
@@ -21,7 +22,7 @@ from megatron_rl.config.schema import (
     RejectRule,
     WeightConfig,
 )
-from megatron_rl.loss.policy_loss import LossInputs, count_totals, over_trained, policy_loss
+from megatron_rl.loss.policy_loss import over_trained
 from megatron_rl.rollout_correction.correction import staleness
 
 BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))
@@ -128,11 +129,13 @@ def test_a_token_without_a_logprob_and_one_without_an_age() -> None:
 
 def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
     batch = batch_of(
-        torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), versions_B=torch.tensor([5, 7])
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.zeros(2, 3),
+        versions_B=torch.tensor([5, 7]),
+        versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]),
     )
-    batch = batch.with_matrices(versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]))
-    found_BT = staleness(batch, BETWEEN, 7)
-    assert found_BT is not None and found_BT.tolist() == [[2, 1, 0], [0, 0, 0]]
+    found_N = staleness(batch, BETWEEN, 7)
+    assert found_N is not None and found_N.tolist() == [2, 1, 0, 0, 0, 0]
     assert staleness(batch, BYPASS, 7) is None
 
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
+from matrices import (
+    Corrected,
+    LossInputs,
+    batch_of,
+    count_totals,
+    policy_loss,
+    rollout_correction,
+)
 
+from megatron_rl.batch import Share
 from megatron_rl.config.schema import (
     CorrectionConfig,
     Reduction,
@@ -21,19 +30,7 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import (
-    LossConfig,
-    LossInputs,
-    Totals,
-    count_totals,
-    policy_loss,
-    reduction_of,
-)
-from megatron_rl.rollout_correction.correction import (
-    Correction,
-    apply_conditional_rules,
-    rollout_correction,
-)
+from megatron_rl.loss.policy_loss import LossConfig, Totals, reduction_of
 from megatron_rl.runs.metrics import unknown
 
 B = 8
@@ -129,6 +126,20 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
         selected_BT=torch.rand(B, T, generator=generator) > 0.6,
         turns_BT=torch.tensor([0, 0, -1, 1, 1, 1, 2]).expand(B, T),
     )
+
+
+def select(
+    prox_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    config: LossConfig,
+    seed: int,
+) -> torch.Tensor | None:
+    share = Share.alone(batch_of(mask_BT, prox_BT))
+    found_N = select_by_covariance(
+        share, prox_BT.flatten(), advantages_B, mask_BT.flatten(), config, seed
+    )
+    return None if found_N is None else found_N.view(mask_BT.shape)
 
 
 def loss_and_gradient(
@@ -404,21 +415,6 @@ def test_totals() -> None:
     assert (none.tokens, none.sequences, none.prompts) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_masks_of_numbers_are_masks(dtype: torch.dtype) -> None:
-    inputs = example()
-    numbers = replace(
-        inputs,
-        mask_BT=inputs.mask_BT.to(dtype),
-        denominator_mask_BT=inputs.denominator_mask_BT.to(dtype),
-    )
-    for reduction in Reduction:
-        config = LossConfig(reduction=reduction)
-        expected, _ = policy_loss(inputs, config)
-        found, _ = policy_loss(numbers, config)
-        assert float(found.detach()) == float(expected.detach())
-
-
 def test_zero_weights_silence_every_loss() -> None:
     """No loss ignores the correction."""
     inputs = replace(example(), weights_BT=torch.zeros(B, T))
@@ -445,9 +441,13 @@ class TestAnchorSampler:
             denominator_mask_BT=before.denominator_mask_BT,
         )
 
-    def formed(self, inputs: LossInputs, correction: CorrectionConfig) -> Correction:
+    def formed(self, inputs: LossInputs, correction: CorrectionConfig) -> Corrected:
         return rollout_correction(
-            inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction
+            inputs.logprobs_BT.detach(),
+            inputs.sampler_logprobs_BT,
+            inputs.mask_BT,
+            correction,
+            judge=lambda counted_B: (inputs.advantages_B, counted_B),
         )
 
     @pytest.mark.parametrize(
@@ -483,9 +483,7 @@ class TestAnchorSampler:
         conditional = RejectRule(stat="k1", reduce="mean", high=-0.05, when="negative_advantage")
         correction = replace(BYPASS, reject=[rule, conditional])
         inputs = self.inputs(correction)
-        formed = apply_conditional_rules(
-            self.formed(inputs, correction), inputs.advantages_B, correction
-        )
+        formed = self.formed(inputs, correction)
         assert 0 < int(formed.mask_BT.sum()) < int(inputs.mask_BT.sum())
         loss, metrics = policy_loss(inputs, LossConfig(), None, correction)
         survivors = replace(inputs, mask_BT=formed.mask_BT, weights_BT=formed.mask_BT.double())
@@ -533,7 +531,7 @@ class TestCovariance:
         self, batch: tuple[torch.Tensor, ...], name: str, seed: int = 0, **params: float
     ) -> torch.Tensor:
         config = LossConfig(name=name, params=params)
-        selected_BT = select_by_covariance(*batch, config, seed=seed)
+        selected_BT = select(*batch, config, seed)
         assert selected_BT is not None
         return selected_BT
 
@@ -600,7 +598,7 @@ class TestCovariance:
         assert len(draws) > 5
 
     def test_a_loss_without_its_selection_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="selected_BT"):
+        with pytest.raises(ValueError, match="selected_N"):
             policy_loss(replace(example(), selected_BT=None), CONFIGS["kl_cov"])
 
 

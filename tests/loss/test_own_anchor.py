@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import batch_of, rows_of
+from matrices import LossInputs, batch_of
 from test_loss import CONFIGS, example
 
-from megatron_rl.batch import Batch
+from megatron_rl.batch import Batch, Share
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.prox_pass import prox_readers
 from megatron_rl.config.schema import (
     AdvantageConfig,
+    Config,
     CorrectionConfig,
     Estimator,
     LearnerSection,
@@ -28,8 +29,9 @@ from megatron_rl.config.schema import (
     RejectRule,
     WeightConfig,
 )
-from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction.correction import completed, correct
+from megatron_rl.loss.policy_loss import count_totals, policy_loss
+from megatron_rl.rollout_correction.correction import correct
+from megatron_rl.step import Step
 
 RULES = [
     RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
@@ -74,7 +76,8 @@ def scored(inputs: LossInputs, seed: int) -> Batch:
     sampler_BT[torch.rand(rows, columns, generator=random) < 0.05] = math.nan
     rewards_B = torch.rand(rows, generator=random)
     rewards_B[[1, 3]] = math.nan
-    return batch_of(inputs.mask_BT, sampler_BT, rewards_B=rewards_B, groups_B=inputs.prompt_ids_B)
+    rest = {"groups_B": inputs.prompt_ids_B, "turns_BT": inputs.turns_BT}
+    return batch_of(inputs.mask_BT, sampler_BT, rewards_B=rewards_B, **rest)
 
 
 def update(
@@ -86,41 +89,23 @@ def update(
     advantage: AdvantageConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
     """Loss, gradient and metrics of a step in two micro-batches, and of its correction."""
-    found, advantages_B = correct(anchor_BT, batch, correction, advantage)
-    everything = replace(
-        example(),
-        logprobs_BT=pi_BT,
-        anchor_logprobs_BT=anchor_BT,
-        sampler_logprobs_BT=batch.sampler_logprobs_BT,
-        advantages_B=advantages_B,
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
-        selected_BT=None,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-    )
-    totals = count_totals(
-        found.denominator_mask_BT, batch.groups_B, pi_BT.shape[1], found.weights_BT
-    )
+    config = Config(loss=loss, correction=correction, advantage=advantage)
+    anchor_N = None if anchor_BT is None else anchor_BT.flatten()
+    step = Step.corrected(config, Share.alone(batch), 0, anchor_N)
+    targets = step.targets(None)
+    counts_B = batch.responses.sum(targets.denominator_mask_N.double()).long()
+    totals = count_totals(counts_B, batch.groups_B, pi_BT.shape[1])
     parts = [
-        policy_loss(
-            rows_of(everything, [row for row in range(len(batch)) if row % 2 == half]),
-            loss,
-            totals,
-            correction,
-        )
-        for half in (0, 1)
+        policy_loss(pi_BT[rows].flatten(), targets.rows(rows), loss, totals, correction)
+        for rows in (torch.arange(half, len(batch), 2) for half in (0, 1))
     ]
     total = parts[0][0] + parts[1][0]
     (gradient,) = torch.autograd.grad(total, pi_BT)
     metrics = {name: float(parts[0][1][name] + parts[1][1][name]) for name in parts[0][1]}
     if anchor_BT is None:
-        seen_B1 = found.mask_BT.any(dim=1, keepdim=True)
-        found = completed(
-            found, pi_BT.detach().masked_fill(~seen_B1, math.nan), batch, correction, advantage
-        )
-    return total.detach(), gradient, metrics, found.metrics
+        seen_B1 = targets.mask_N.view(pi_BT.shape).any(dim=1, keepdim=True)
+        step = step.completed(pi_BT.detach().masked_fill(~seen_B1, math.nan).flatten())
+    return total.detach(), gradient, metrics, step.correction.metrics
 
 
 @pytest.mark.parametrize(("loss", "correction"), CASES)
@@ -138,11 +123,13 @@ def test_the_same_update(loss: str, correction: str) -> None:
         assert own_metrics == metrics
         moved |= bool(gradient.any())
         # rows that nothing is trained on (no score, a lone survivor) are not seen by the update
-        seen_B1 = correct(None, batch, *given[1:])[0].mask_BT.any(dim=1, keepdim=True)
-        if not seen_B1.any():
+        mask_N = correct(Share.alone(batch), None, *given[1:])[0].mask_N
+        seen_B = mask_N.view(pi_BT.shape).any(dim=1)
+        if not seen_B.any():
             continue
-        seen = batch.with_matrices(mask_BT=batch.mask_BT & seen_B1)
-        assert measured == correct(pi_BT.detach(), seen, *given[1:])[0].metrics
+        seen_N = batch.mask_N & batch.responses.at_tokens(seen_B)
+        seen = Share.alone(replace(batch, mask_N=seen_N))
+        assert measured == correct(seen, pi_BT.detach().flatten(), *given[1:])[0].metrics
     assert moved
 
 
@@ -175,7 +162,7 @@ def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(
     assert key in prox_readers(correction, LossConfig(), LEARNER)
     inputs = example()
     with pytest.raises(ValueError, match="logprobs of the whole"):
-        correct(None, scored(inputs, 0), correction, AdvantageConfig())
+        correct(Share.alone(scored(inputs, 0)), None, correction, AdvantageConfig())
 
 
 def test_what_else_reads_them() -> None:

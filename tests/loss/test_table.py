@@ -4,11 +4,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from test_loss import CONFIGS, example
+from matrices import policy_loss
+from test_loss import CONFIGS, example, select
 
 from megatron_rl.config.schema import LossConfig, LossName, LossParams
-from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import policy_loss
 from megatron_rl.loss.table import LOSSES
 
 COMMON = {
@@ -48,9 +47,7 @@ def test_what_a_loss_reads(name: str) -> None:
         watched: Any = Watched(vars(config) | {"params": params, "needs_reference": False}, read)
         inputs = example()
         policy_loss(inputs, watched)
-        select_by_covariance(
-            inputs.anchor_logprobs_BT, inputs.advantages_B, inputs.mask_BT, watched, seed=1
-        )
+        select(inputs.anchor_logprobs_BT, inputs.advantages_B, inputs.mask_BT, watched, seed=1)
     assert read - COMMON == set(LOSSES[name].keys)
 
 
@@ -68,9 +65,7 @@ def test_the_metrics_and_the_selection_follow_the_table(name: str) -> None:
     config = next(one for one in CONFIGS.values() if one.name == name)
     _, metrics = policy_loss(inputs, config)
     assert ("loss/ratio_mean" in metrics) == (not LOSSES[name].supervised)
-    chosen = select_by_covariance(
-        inputs.anchor_logprobs_BT, inputs.advantages_B, inputs.mask_BT, config, seed=1
-    )
+    chosen = select(inputs.anchor_logprobs_BT, inputs.advantages_B, inputs.mask_BT, config, seed=1)
     assert (
         (chosen is not None) == ("loss/selected_fraction" in metrics) == bool(LOSSES[name].selects)
     )

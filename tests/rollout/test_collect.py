@@ -7,7 +7,7 @@ import pytest
 import torch
 from collectors import Script, collector
 
-from megatron_rl.batch import collate
+from megatron_rl.batch import Share, collate
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -53,14 +53,14 @@ def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(
     setting = config(correction=CorrectionConfig(rebaseline=rebaseline))
     found = collected(setting, "yn?y")
     batch = collate(found.scored)
-    assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
+    assert batch.mask_N.tolist() == [True, True, False, True]
     assert batch.rewards_B.isnan().tolist() == [False, False, True, False]
-    correction, advantages_B = correct(
-        batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage
+    correction, advantages_B, _ = correct(
+        Share.alone(batch), batch.sampler_logprobs_N, setting.correction, setting.advantage
     )
     assert torch.allclose(advantages_B, torch.tensor([1 / 3, -2 / 3, 0.0, 1 / 3]))
-    assert not correction.mask_BT[2].any()
-    assert not correction.denominator_mask_BT[2].any()
+    assert not correction.mask_N[2]
+    assert not correction.denominator_mask_N[2]
     assert found.metrics["reward/errors"] == 1
     assert found.metrics["reward/mean"] == pytest.approx(2 / 3)
 
@@ -85,12 +85,14 @@ def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> Non
     found = collected(setting, "yYNN", "ynnn")
     assert "".join(one.text for one in found.scored) == kept
     batch = collate(found.scored)
-    correction = rollout_correction(
-        batch.sampler_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CORRECTION
-    )
     trained_on = [letter.islower() for letter in kept]
-    assert correction.mask_BT[:, 0].tolist() == trained_on
-    assert correction.baseline_keep_B(CORRECTION).tolist() == trained_on
+
+    def judge(baseline_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert baseline_B.tolist() == trained_on
+        return torch.zeros(len(batch)), torch.ones_like(baseline_B)
+
+    correction = rollout_correction(batch, batch.sampler_logprobs_N, CORRECTION, judge=judge)
+    assert correction.mask_N.tolist() == trained_on
 
 
 def test_a_reward_that_never_works_stops_the_run() -> None:

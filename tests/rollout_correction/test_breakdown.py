@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrices import batch_of, flat_of, matrix, rollout_correction
 
-from megatron_rl.batch import collate
+from megatron_rl.batch import Share, collate
 from megatron_rl.config.schema import CorrectionConfig
 from megatron_rl.rollout_correction.breakdown import (
     LABELS,
@@ -23,7 +24,6 @@ from megatron_rl.rollout_correction.breakdown import (
     mismatch_in_sessions,
     pooled,
 )
-from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
 from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn
@@ -33,7 +33,6 @@ ROWS = 6
 COLUMNS = 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]
 VERSIONS = torch.tensor([7, 7, 6, 4, 7, 6])
-VERSIONS_BT = VERSIONS[:, None].expand(ROWS, COLUMNS)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,9 +44,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def cut(
-    prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor
+    prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor, version: int | None = None
 ) -> dict[str, list[Slice]]:
-    slices = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT)
+    batch = batch_of(mask_BT, mu_BT, versions_B=VERSIONS)
+    slices = breakdowns(prox_BT.flatten(), batch, finish_reasons=REASONS, policy_version=version)
     return {
         by: [one for one in slices if one.by == by]
         for by in dict.fromkeys(one.by for one in slices)
@@ -110,12 +110,13 @@ def test_tokens_without_a_ratio_are_left_out_and_padding_is_ignored() -> None:
     for slices in cut(prox_BT, mu_BT, mask_BT).values():
         assert sum(one.tokens for one in slices) == int(mask_BT.sum()) - 1
         assert all(math.isfinite(one.kl) for one in slices)
-    assert breakdowns(prox_BT, mu_BT, mask_BT & False) == []
+    assert cut(prox_BT, mu_BT, mask_BT & False) == {}
 
 
 def test_a_recorded_step(tmp_path: Path) -> None:
     prox_BT, mu_BT, mask_BT = batch()
-    lengths = mask_BT.sum(1).tolist()
+    lengths_B = mask_BT.sum(1)
+    prox_N = flat_of(prox_BT, lengths_B)
     scored = [
         Scored(
             Rollout(
@@ -130,16 +131,15 @@ def test_a_recorded_step(tmp_path: Path) -> None:
             ),
             reward=1.0,
         )
-        for i, n in enumerate(lengths)
+        for i, n in enumerate(lengths_B.tolist())
     ]
     path = tmp_path / "step_6.parquet"
-    write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
-    direct = breakdowns(
-        prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=6
-    )
-    assert recorded_breakdowns(path, policy_version=6) == direct
+    write_rollouts(path, scored, prox_logprobs_N=prox_N)
+    direct = cut(prox_BT, mu_BT, mask_BT, version=6)
+    slices = [one for slices in direct.values() for one in slices]
+    assert recorded_breakdowns(path, policy_version=6) == slices
     # rows newer than the policy are not stale
-    assert [one.label for one in direct if one.by == "staleness"] == ["0", "2"]
+    assert [one.label for one in direct["staleness"]] == ["0", "2"]
     write_rollouts(path, scored)
     assert recorded_breakdowns(path) == []
 
@@ -148,21 +148,20 @@ def test_a_recorded_step(tmp_path: Path) -> None:
         replace(one, rollout=replace(one.rollout, format=name))
         for one, name in zip(scored, names, strict=True)
     ]
-    write_rollouts(path, mixed, prox_logprobs_BT=prox_BT)
+    write_rollouts(path, mixed, prox_logprobs_N=prox_N)
     parts = [one for one in recorded_breakdowns(path) if one.by == "format"]
     assert [one.label for one in parts] == ["int8", "none"]
     assert sum(one.tokens for one in parts) == int(mask_BT.sum())
 
-    collated = collate(mixed)
-    width = collated.mask_BT.shape[1]
-    metrics = mismatch_by_format(prox_BT[:, :width], collated)
+    share = Share.alone(collate(mixed))
+    metrics = mismatch_by_format(prox_N, share)
     for part in parts:
         assert metrics[f"rollout_corr/{part.label}/k3_kl"] == pytest.approx(part.k3_kl)
         assert metrics[f"rollout_corr/{part.label}/logp_abs_diff_mean"] == pytest.approx(
             part.abs_diff
         )
     assert unknown(metrics) == []
-    assert mismatch_by_format(None, collated) == {}
+    assert mismatch_by_format(None, share) == {}
 
 
 def test_several_batches_are_pooled_as_one() -> None:
@@ -177,11 +176,9 @@ def test_several_batches_are_pooled_as_one() -> None:
 
     def cuts(rows: slice) -> list[Slice]:
         return breakdowns(
-            prox_BT[rows],
-            sampler_BT[rows],
-            mask_BT[rows],
+            prox_BT[rows].flatten(),
+            batch_of(mask_BT[rows], sampler_BT[rows], versions_B=versions_B[rows]),
             finish_reasons=reasons[rows],
-            versions_BT=versions_B[rows, None].expand(-1, 40),
             policy_version=12,
         )
 
@@ -236,20 +233,23 @@ def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
 ) -> None:
     scored = sessions()
     batch = collate(scored)
-    assert batch.turns_BT is not None
-    order_BT = torch.full_like(batch.turns_BT, -1)
+    assert batch.turns_N is not None
+    lengths_B = batch.response_lengths_B
+    turns_BT = matrix(batch.turns_N.long(), lengths_B, -1)
+    mask_BT = matrix(batch.mask_N, lengths_B)
+    order_BT = torch.full_like(turns_BT, -1)
     for row, turns in enumerate(SAMPLED):
         for turn, count in enumerate(turns, start=2 * (row // 3)):
-            order_BT[row, batch.turns_BT[row] == turn] = torch.arange(count)
+            order_BT[row, turns_BT[row] == turn] = torch.arange(count)
     # of the session: the third row's turns are followed by those of the fourth
     last_B = torch.tensor([1, 2, 3, 3])
-    last_BT = batch.turns_BT == last_B[:, None]
-    ends_BT = batch.mask_BT & ~torch.nn.functional.pad(batch.mask_BT, (0, 1))[:, 1:]
+    last_BT = turns_BT == last_B[:, None]
+    ends_BT = mask_BT & ~torch.nn.functional.pad(mask_BT, (0, 1))[:, 1:]
     path = tmp_path / "step_1.parquet"
     for by, label, metric, where_BT in [
-        ("turn", "0", "first_turn", batch.turns_BT == 0),
-        ("turn", "1", "middle_turns", (batch.turns_BT == 1) & ~last_BT),
-        ("turn", "2", "middle_turns", (batch.turns_BT == 2) & ~last_BT),
+        ("turn", "0", "first_turn", turns_BT == 0),
+        ("turn", "1", "middle_turns", (turns_BT == 1) & ~last_BT),
+        ("turn", "2", "middle_turns", (turns_BT == 2) & ~last_BT),
         ("turn", "last", "last_turn", last_BT),
         ("place", "first", "turn_start", order_BT == 0),
         ("place", "5 to 16", None, (order_BT >= 4) & (order_BT < 16) & ~ends_BT),
@@ -257,20 +257,20 @@ def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
         ("place", "last", "turn_end", ends_BT),
     ]:
         assert bool(where_BT.any()), label
-        prox_BT = batch.sampler_logprobs_BT - 0.5 * where_BT
-        write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
+        prox_N = batch.sampler_logprobs_N - 0.5 * flat_of(where_BT, lengths_B)
+        write_rollouts(path, scored, prox_logprobs_N=prox_N)
         found = {one.label: one for one in recorded_breakdowns(path) if one.by == by}
         assert {name for name, one in found.items() if one.abs_diff > 0} == {label}
         assert found[label].kl == pytest.approx(0.5)
         assert found[label].tokens == int(where_BT.sum())
-        assert sum(one.tokens for one in found.values()) == int(batch.mask_BT.sum())
+        assert sum(one.tokens for one in found.values()) == int(mask_BT.sum())
         lines = [
             " ".join(line.split()) for line in session_table([load_recorded(path)]).splitlines()
         ]
         (told,) = [line for line in lines if line.startswith(f"{by} ") and "-5.00e-01" in line]
         assert told.startswith(f"{by} {label} ")
 
-        metrics = mismatch_in_sessions(prox_BT, batch)
+        metrics = mismatch_in_sessions(prox_N, Share.alone(batch))
         assert unknown(metrics) == []
         names = {"turn": BY_TURN, "place": BY_PLACE}[by]
         off = {name for name in names if metrics.get(f"rollout_corr/{name}/kl")}
@@ -280,7 +280,7 @@ def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
                 metrics[f"rollout_corr/{metric}/kl"]
                 * metrics[f"rollout_corr/{metric}/token_fraction"]
             )
-            assert part * int(batch.mask_BT.sum()) == pytest.approx(0.5 * int(where_BT.sum()))
+            assert part * int(mask_BT.sum()) == pytest.approx(0.5 * int(where_BT.sum()))
 
 
 def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Path) -> None:
@@ -289,13 +289,14 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
     ]
     batch = collate(alone)
     path = tmp_path / "step_1.parquet"
-    assert batch.turns_BT is None
+    assert batch.turns_N is None
+    share = Share.alone(batch)
     assert (
-        mismatch_in_sessions(batch.sampler_logprobs_BT, batch)
-        == mismatch_in_sessions(None, batch)
+        mismatch_in_sessions(batch.sampler_logprobs_N, share)
+        == mismatch_in_sessions(None, share)
         == {}
     )
-    write_rollouts(path, alone, prox_logprobs_BT=batch.sampler_logprobs_BT)
+    write_rollouts(path, alone, prox_logprobs_N=batch.sampler_logprobs_N)
     assert {one.by for one in recorded_breakdowns(path)} == {
         "position",
         "probability",
@@ -306,9 +307,9 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
     assert session_table([load_recorded(path)]) == ""
     (one, *_) = sessions()
     alike = replace(one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()])
-    one_turn = collate([replace(one, rollout=alike)])
-    prox_BT = one_turn.sampler_logprobs_BT
-    assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {
+    one_turn = Share.alone(collate([replace(one, rollout=alike)]))
+    prox_N = one_turn.batch.sampler_logprobs_N
+    assert {name.split("/")[1] for name in mismatch_in_sessions(prox_N, one_turn)} == {
         "turn_start",
         "turn_end",
     }

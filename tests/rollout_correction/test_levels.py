@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_cases import batch_of, inputs_of, rows_of
+from loss_cases import inputs_of, rows_of
+from matrices import count_totals, policy_loss, rollout_correction
 from test_properties import (
     EXAMPLES,
     GARBAGE,
@@ -26,6 +27,7 @@ from test_properties import (
 )
 from test_rollout_correction import assert_matches, example
 
+from megatron_rl.advantage import group_advantages
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Aggregate,
@@ -37,9 +39,7 @@ from megatron_rl.config.schema import (
     RejectRule,
     WeightConfig,
 )
-from megatron_rl.loss.policy_loss import count_totals, policy_loss
-from megatron_rl.rollout_correction.correction import correct, rollout_correction
-from megatron_rl.rollout_correction.turns import Turns
+from megatron_rl.segments import Segments
 
 FREE = {"low": None, "high": None}
 GROUPED = [
@@ -62,6 +62,13 @@ def turns_of(mask_BT: torch.Tensor, seed: int = 0) -> torch.Tensor:
     turns_BT = (torch.rand(mask_BT.shape, generator=generator) < 0.3).long().cumsum(dim=1)
     return turns_BT.masked_fill(
         ~mask_BT & (torch.rand(mask_BT.shape, generator=generator) < 0.7), -1
+    )
+
+
+def segments(turns_BT: torch.Tensor) -> Segments:
+    rows, columns = turns_BT.shape
+    return Segments.turns(
+        turns_BT.flatten(), Segments.rows(torch.full((rows,), columns), rows * columns)
     )
 
 
@@ -189,7 +196,7 @@ def test_on_policy_every_weight_is_one(
 @given(
     batches(faults=True), configs(whole_batch=False), st.integers(0, 7), st.sampled_from(GARBAGE)
 )
-def test_splits_padding_and_chunks(
+def test_splits_and_padding(
     batch: Batch, config: CorrectionConfig, cut: int, garbage: float
 ) -> None:
     turns_BT = turns_of(batch[2])
@@ -209,29 +216,19 @@ def test_splits_padding_and_chunks(
     assert torch.equal(other.mask_BT, whole.mask_BT)
 
 
-def test_more_rows_than_a_chunk_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_a_part_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = example(4, rows=40)
     rule = RejectRule(level="turn", stat="k3", reduce="sum", high=0.5)
     config = CorrectionConfig(
         weight=WeightConfig(level="turn", target_ess=0.8, high=9.0, normalize=True), reject=[rule]
     )
     whole = rollout_correction(*batch, config, turns_of(batch[2]))
-    monkeypatch.setattr("megatron_rl.rollout_correction.ratio.CHUNK_ELEMENTS_HOST", 30)
+    monkeypatch.setattr("megatron_rl.rollout_correction.correction.PART_TOKENS", 30)
     assert_same(rollout_correction(*batch, config, turns_of(batch[2])), whole)
     # normalised over turns with a kept token
-    turns = Turns.of(turns_of(batch[2]))
-    per_turn = turns.sum(whole.weights_BT) / turns.sum(whole.mask_BT.float())
+    turns = segments(turns_of(batch[2]))
+    per_turn = turns.sum(whole.flat.weights_N) / turns.sum(whole.flat.mask_N.float())
     assert float(per_turn[per_turn.isfinite()].mean()) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_a_turn_may_come_back() -> None:
-    """Runs of one turn with another between them are one turn."""
-    turns_BT = torch.tensor([[0, 1, 0, -1], [2, 2, -1, -1]])
-    turns = Turns.of(turns_BT)
-    table = turns.sum(torch.tensor([[1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 1.0, 1.0]]))
-    assert table.tolist() == [[8.0, 5.0, 2.0, 0.0], [2.0, 0.0, 0.0, 2.0]]
-    assert turns.at_tokens(table).tolist() == [[5.0, 2.0, 5.0, 8.0], [2.0] * 4]
-    assert Turns.of(turns_BT[:, :0]).sum(torch.zeros(2, 0)).tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("policy", [policy for policy in NonFinite if policy != NonFinite.raise_])
@@ -250,18 +247,30 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
         renormalize=False,
         non_finite=policy,
     )
-    batch = batch_of(mask_BT, mu_BT, rewards_B=torch.arange(7.0), turns_BT=turns_of(mask_BT))
-    known, advantages_B = correct(prox_BT, batch, config, AdvantageConfig())
+    turns_BT = turns_of(mask_BT)
+    known, later = (
+        rollout_correction(
+            given_BT,
+            mu_BT,
+            mask_BT,
+            config,
+            turns_BT,
+            lambda counted_B: group_advantages(
+                torch.arange(7.0), torch.zeros(7), counted_B, AdvantageConfig()
+            ),
+        )
+        for given_BT in (prox_BT, None)
+    )
+    advantages_B = known.flat.advantages_B
     pi_BT = prox_BT.clone().requires_grad_()
-    inputs = replace(inputs_of(pi_BT, prox_BT, mu_BT, known, advantages_B), turns_BT=batch.turns_BT)
+    inputs = replace(inputs_of(pi_BT, prox_BT, mu_BT, known, advantages_B), turns_BT=turns_BT)
     totals = count_totals(known.denominator_mask_BT, inputs.prompt_ids_B, 9)
     (expected_BT,) = torch.autograd.grad(policy_loss(inputs, LossConfig(), totals)[0], pi_BT)
 
-    later, _ = correct(None, batch, config, AdvantageConfig())
     inputs = replace(
         inputs_of(pi_BT, prox_BT, mu_BT, later, advantages_B),
         anchor_logprobs_BT=None,
-        turns_BT=batch.turns_BT,
+        turns_BT=turns_BT,
     )
     parts = [
         policy_loss(rows_of(inputs, rows), LossConfig(), totals, config)[0]
@@ -275,7 +284,5 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
 def test_a_long_turn_is_summed_as_its_row_is() -> None:
     generator = torch.Generator().manual_seed(0)
     d_BT = 0.05 * torch.randn(2, 50_000, generator=generator)
-    found = Turns.of(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT)
-    torch.testing.assert_close(
-        found[:, 1:].double(), d_BT.double().sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-6
-    )
+    found = segments(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT.flatten())
+    torch.testing.assert_close(found.double(), d_BT.double().sum(dim=1), rtol=1e-6, atol=1e-6)

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import batch_of, rollout_correction
 
+from megatron_rl.batch import Share
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
-from megatron_rl.rollout_correction.correction import (
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
-)
+from megatron_rl.rollout_correction import correction
 from megatron_rl.rollout_correction.estimates import learner_reward
 from megatron_rl.runs.metrics import unknown
 
@@ -132,7 +130,9 @@ def test_normalized_weights_are_described_after_the_division() -> None:
 def test_bias_and_variance_of_the_weights() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
     advantages_B = torch.tensor([1.0, -2.0, 7.0])
-    found = apply_conditional_rules(rollout_correction(*example(), config), advantages_B, config)
+    found = rollout_correction(
+        *example(), config, judge=lambda _: (advantages_B, advantages_B.isfinite())
+    )
     wa = [2.0, 0.5, 1.0, -0.5, -4.0]
     rho_a = [3.0, 0.5, 1.0, -0.5, -4.0]
     bias = fmean(wa) - fmean(rho_a)
@@ -146,8 +146,10 @@ def test_narrowing_brings_the_metrics_up_to_date() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
     prox_BT, mu_BT, mask_BT = example()
     keep_B = torch.tensor([True, False, True])
-    whole = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    narrowed = plain(keep_rows(whole, keep_B, config).metrics)
+    found = rollout_correction(
+        prox_BT, mu_BT, mask_BT, config, judge=lambda _: (torch.ones(3), keep_B)
+    )
+    narrowed = plain(found.metrics)
     again = measured(prox_BT, mu_BT, mask_BT & keep_B[:, None], weight=config.weight)
     for name in ("mean", "std", "min", "max", "eff_sample_size", "ratio_fraction_high"):
         key = f"rollout_is_{name}"
@@ -170,7 +172,7 @@ def test_small_deviations_survive_float32() -> None:
 
 
 @pytest.mark.parametrize("d", [0.3, -11.3, 0.0])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (80, 1000)])  # the last takes two slices
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (160, 1000)])  # the last takes two parts
 def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> None:
     """A variance from plain sums of squares would be the rounding of the mean, and its root
     large.
@@ -188,10 +190,10 @@ def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> None:
-    """Slices are merged about their own means: no slice sets the scale of another."""
+def test_one_far_token_in_a_part_of_its_own_spoils_no_deviation(first: int) -> None:
+    """Parts are added about their own means: no part sets the scale of another."""
     generator = torch.Generator().manual_seed(0)
-    d_BT = 0.02 * torch.randn(2, 70_000, generator=generator)  # a row is a slice
+    d_BT = 0.02 * torch.randn(2, 70_000, generator=generator)  # a row is a part
     d_BT[first, 0] = 9.0
     mask_BT = torch.ones(2, 70_000, dtype=torch.bool)
     mask_BT[first, 1:] = False
@@ -231,25 +233,26 @@ def test_ratios_are_clamped_before_they_are_squared() -> None:
 def test_agrees_with_the_plain_version() -> None:
     prox_BT, mu_BT, mask_BT = bench.example(96, 200)
     # a milder mismatch on half of the rows, so that the geometric rule keeps some and rejects some
-    prox_BT = torch.where(
-        torch.arange(96)[:, None] % 2 == 0,
-        prox_BT,
-        prox_BT + 0.02,
-    )
+    prox_BT[1::2] += 0.02
     fast = rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG)
     weights_BT, kept_BT, metrics = bench.plain(prox_BT, mu_BT, mask_BT)
     assert 0.2 < fast.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.8
     assert torch.equal(fast.mask_BT, kept_BT)
     torch.testing.assert_close(fast.weights_BT, weights_BT, rtol=1e-6, atol=1e-6)
+    shift = (weights_BT - (prox_BT - mu_BT).exp())[kept_BT].mean()
+    variance = weights_BT[kept_BT].var(correction=0) / kept_BT.sum()
+    metrics["rollout_corr/weight_bias"] = float(shift)
+    metrics["rollout_corr/weight_variance"] = float(variance)
     assert set(metrics) == set(fast.metrics)
     for name, value in metrics.items():
         assert fast.metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
 def test_memory() -> None:
-    """Beside its inputs: the weights, two masks, and slices that do not grow with the batch."""
+    """Beside its inputs: the weights, two masks, and parts that do not grow with the batch."""
     prox_BT, mu_BT, mask_BT = bench.example(512, 2048)
-    peak = bench.peak_bytes(lambda: rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG))
+    given = (batch_of(mask_BT, mu_BT), prox_BT.flatten(), bench.CONFIG)
+    peak = bench.peak_bytes(lambda: correction.rollout_correction(*given))
     assert 1.5 * prox_BT.nbytes < peak < 4 * prox_BT.nbytes
 
 
@@ -261,10 +264,9 @@ def test_metrics_are_plain_numbers_of_the_table() -> None:
     )
     prox_BT, mu_BT, mask_BT = example()
     prox_BT[0, 1] = math.nan
-    found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    metrics = apply_conditional_rules(found, torch.ones(3), config).metrics
+    metrics = rollout_correction(prox_BT, mu_BT, mask_BT, config).metrics
     assert unknown(metrics) == []
-    metrics |= learner_reward(torch.ones(3), prox_BT, mu_BT, mask_BT)
+    metrics |= learner_reward(prox_BT.flatten(), Share.alone(batch_of(mask_BT, mu_BT)))
     assert {type(value) for value in metrics.values()} == {float}
 
 

@@ -14,12 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import inputs_of
+from matrices import Corrected, LossInputs, count_totals, policy_loss, rollout_correction
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
 from megatron_rl.config.schema import (
     Aggregate,
     CorrectionConfig,
     Level,
+    LossConfig,
     LossName,
     NonFinite,
     Outside,
@@ -28,13 +30,6 @@ from megatron_rl.config.schema import (
     RejectRule,
     Stat,
     WeightConfig,
-)
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction.correction import (
-    Correction,
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
 )
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -136,14 +131,15 @@ def configs(draw: st.DrawFn, whole_batch: bool = True) -> CorrectionConfig:
 
 def run(
     batch: Batch, config: CorrectionConfig, advantages_B: torch.Tensor | None = None
-) -> Correction:
-    found = rollout_correction(*batch, config)
+) -> Corrected:
     if advantages_B is None:
         advantages_B = torch.linspace(-1, 1, len(batch[0]))
-    return apply_conditional_rules(found, advantages_B, config)
+    return rollout_correction(
+        *batch, config, judge=lambda counted_B: (advantages_B, torch.ones_like(counted_B))
+    )
 
 
-def assert_same(one: Correction, other: Correction, exact: bool = False) -> None:
+def assert_same(one: Corrected, other: Corrected, exact: bool = False) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-5, "atol": 1e-6}
     torch.testing.assert_close(one.weights_BT, other.weights_BT, **tolerance)
     assert torch.equal(one.mask_BT, other.mask_BT)
@@ -158,14 +154,7 @@ def far_from_bounds(batch: Batch, config: CorrectionConfig) -> bool:
     """Return true if no verdict depends on the last bits of d."""
     prox_BT, mu_BT, mask_BT = batch
     verdicts = [
-        run(
-            (
-                prox_BT * (1 + sign * 1e-6) + sign * 1e-6,
-                mu_BT,
-                mask_BT,
-            ),
-            config,
-        ).mask_BT
+        run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT
         for sign in (-1.0, 1.0)
     ]
     return torch.equal(*verdicts)
@@ -319,7 +308,7 @@ def losses(draw: st.DrawFn) -> LossConfig:
     )
 
 
-def loss_inputs(batch: Batch, found: Correction, advantages_B: torch.Tensor) -> LossInputs:
+def loss_inputs(batch: Batch, found: Corrected, advantages_B: torch.Tensor) -> LossInputs:
     prox_BT, mu_BT, _mask_BT = batch
     generator = torch.Generator().manual_seed(0)
     row_B1 = torch.arange(len(prox_BT))[:, None] * 0.1
@@ -353,12 +342,12 @@ def test_losses_ignore_split_order_and_padding(
     rows, columns = batch[0].shape
     rewards_B = torch.arange(rows).float() % 3
     groups_B = torch.arange(rows) // 3
-    found = rollout_correction(*batch, config)
-    advantages_B, keep_B = group_advantages(
-        rewards_B, groups_B, found.baseline_keep_B(config), AdvantageConfig()
+    found = rollout_correction(
+        *batch,
+        config,
+        judge=lambda counted_B: group_advantages(rewards_B, groups_B, counted_B, AdvantageConfig()),
     )
-    found = apply_conditional_rules(keep_rows(found, keep_B, config), advantages_B, config)
-    inputs = loss_inputs(batch, found, advantages_B)
+    inputs = loss_inputs(batch, found, found.flat.advantages_B)
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=columns)
     whole, _ = policy_loss(inputs, loss_config, totals)
     whole_gradient = gradient(whole, inputs)
@@ -397,11 +386,7 @@ def test_every_loss_survives_every_non_finite_policy() -> None:
         config = CorrectionConfig(non_finite=policy)
         found = run((prox_BT, mu_BT, mask_BT), config)
         assert found.mask_BT.any(), policy
-        inputs = loss_inputs(
-            (prox_BT, mu_BT, mask_BT),
-            found,
-            torch.linspace(-1, 1, 6),
-        )
+        inputs = loss_inputs((prox_BT, mu_BT, mask_BT), found, torch.linspace(-1, 1, 6))
         pi_BT = clean_pi_BT.masked_fill(~mask_BT, math.nan).requires_grad_()
         inputs = replace(inputs, logprobs_BT=pi_BT)
         loss, metrics = policy_loss(inputs, LossConfig(name=name))

@@ -184,4 +184,4 @@ def test_the_whole_batch_s(name: str, estimator: Estimator) -> None:
             torch.testing.assert_close(
                 found["weights"], whole["weights"][own_N], rtol=1e-6, atol=0.0
             )
-            assert found["metrics"] == pytest.approx(whole["metrics"], rel=1e-12, abs=1e-12)
+            assert found["metrics"] == pytest.approx(whole["metrics"], rel=1e-6, abs=1e-7)

@@ -14,14 +14,11 @@ import pytest
 import torch
 from correction_oracle import correct
 from loss_cases import BYPASS
+from matrices import Corrected, batch_of, rollout_correction
 
-from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
-from megatron_rl.rollout_correction.correction import (
-    Correction,
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
-)
+from megatron_rl.batch import Share
+from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.rollout_correction import correction
 
 
 def example(
@@ -72,14 +69,14 @@ RULES = [
 ]
 
 
-def assert_equal(found: Correction, expected: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def assert_equal(found: Corrected, expected: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     weights, kept, denominators = expected
     np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
     np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
     np.testing.assert_allclose(found.weights_BT.numpy(), weights, rtol=1e-6, atol=1e-6)
 
 
-def assert_rejected(found: Correction, mask_BT: torch.Tensor) -> None:
+def assert_rejected(found: Corrected, mask_BT: torch.Tensor) -> None:
     assert torch.equal(found.rejected_B, mask_BT.any(dim=1) & ~found.mask_BT.any(dim=1))
 
 
@@ -162,7 +159,13 @@ def test_conditional_rules() -> None:
             config = CorrectionConfig(weight=weight, reject=[rule], renormalize=renormalize)
             before = rollout_correction(prox_BT, mu_BT, mask_BT, config)
             assert torch.equal(before.mask_BT, mask_BT)
-            after = apply_conditional_rules(before, advantages_B, config)
+            after = rollout_correction(
+                prox_BT,
+                mu_BT,
+                mask_BT,
+                config,
+                judge=lambda _: (advantages_B, advantages_B.isfinite()),
+            )
             assert_equal(after, correct(prox_BT, mu_BT, mask_BT, config, advantages_B))
             assert int(after.mask_BT.sum()) < int(mask_BT.sum())
             assert torch.equal(after.rejected_B, before.rejected_B)  # they move no baseline
@@ -174,7 +177,7 @@ def test_a_conditional_budget_is_refused_not_ignored() -> None:
         reject=[RejectRule(level="token", stat="m2", budget=0.1, when="negative_advantage")]
     )
     with pytest.raises(ValueError, match="budget"):
-        apply_conditional_rules(rollout_correction(*example(), config), -torch.ones(7), config)
+        rollout_correction(*example(), config)
 
 
 @pytest.mark.parametrize("anchor", ["prox", "sampler"])
@@ -189,12 +192,14 @@ def test_denominators_are_no_view_of_the_mask(anchor: str) -> None:
     assert mask_BT.any()
 
 
-def test_keep_rows_is_a_rejection() -> None:
+def test_a_row_without_an_advantage_is_rejected() -> None:
     prox_BT, mu_BT, mask_BT = example(5)
     keep_B = torch.tensor([True, False, True, True, False, True, True])
     for renormalize, name in itertools.product((True, False), ("normalized", "product normalized")):
         config = CorrectionConfig(weight=WEIGHTS[name], renormalize=renormalize)
-        found = keep_rows(rollout_correction(prox_BT, mu_BT, mask_BT, config), keep_B, config)
+        found = rollout_correction(
+            prox_BT, mu_BT, mask_BT, config, judge=lambda _: (torch.ones(7), keep_B)
+        )
         only_BT = mask_BT & keep_B[:, None]
         weights, kept, _ = correct(prox_BT, mu_BT, only_BT, config)
         assert_equal(found, (weights, kept, kept if renormalize else mask_BT.numpy()))
@@ -294,17 +299,24 @@ def test_anchor_sampler_before_the_loss() -> None:
 
 
 def test_baseline_keep() -> None:
-    batch = example(11)
+    prox_BT, mu_BT, mask_BT = example(11)
+    share = Share.alone(batch_of(mask_BT, mu_BT))
     rule = RejectRule(stat="ratio", reduce="max", high=1.5)
-    with_it = CorrectionConfig(reject=[rule])
-    without = CorrectionConfig(reject=[rule], rebaseline=False)
-    found = rollout_correction(*batch, with_it)
+    (found, _, with_it_B), (_, _, without_B) = (
+        correction.correct(
+            share,
+            prox_BT.flatten(),
+            CorrectionConfig(reject=[rule], rebaseline=rebaseline),
+            AdvantageConfig(),
+        )
+        for rebaseline in (True, False)
+    )
     assert found.rejected_B.any()
     assert not found.rejected_B.all()
-    assert torch.equal(found.baseline_keep_B(with_it), batch[2].any(dim=1) & ~found.rejected_B)
-    assert found.baseline_keep_B(without).all()
+    assert torch.equal(with_it_B, mask_BT.any(dim=1) & ~found.rejected_B)
+    assert without_B.all()
     assert not found.rejected_B[0]  # an empty response is not a rejected one
-    assert not found.baseline_keep_B(with_it)[0]  # but says nothing about its siblings either
+    assert not with_it_B[0]  # but says nothing about its siblings either
 
 
 def test_bfloat16_logprobs_are_subtracted_in_float32() -> None:

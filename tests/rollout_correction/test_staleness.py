@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import batch_of
+from matrices import batch_of
 
-from megatron_rl.batch import Batch
+from megatron_rl.batch import Batch, Share
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (
     AdvantageConfig,
@@ -26,7 +26,7 @@ from megatron_rl.rollout_correction.correction import correct, without_stale
 
 
 def mask(rows: str) -> torch.Tensor:
-    return torch.tensor([[digit == "1" for digit in row] for row in rows.split()])
+    return torch.tensor([digit == "1" for digit in rows.replace(" ", "")])
 
 
 # the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a
@@ -39,7 +39,7 @@ VERSIONS_BT = torch.tensor(
         [4, 4, 6, 0],
     ]
 )
-MASK_BT = mask("1111 1111 1111 0110")
+MASK_N = mask("1111 1111 1111 0110")
 MASKED = "rollout_corr/stale_masked_fraction"
 
 
@@ -47,7 +47,11 @@ def aged(seed: int = 0) -> Batch:
     mu_BT = -torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
     rewards_B = torch.tensor([1.0, 0.0, 0.0, 1.0])
     return batch_of(
-        MASK_BT, mu_BT, rewards_B=rewards_B, versions_B=VERSIONS_BT[:, 0], versions_BT=VERSIONS_BT
+        MASK_N.view(4, 4),
+        mu_BT,
+        rewards_B=rewards_B,
+        versions_B=VERSIONS_BT[:, 0],
+        versions_BT=VERSIONS_BT,
     )
 
 
@@ -70,18 +74,14 @@ def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> C
 )
 def test_which_tokens_are_too_old(config: CorrectionConfig, kept: str) -> None:
     batch, metrics = without_stale(aged(), config, version=5)
-    assert torch.equal(batch.mask_BT, mask(kept))
-    share = 1 - float(batch.mask_BT.sum() / MASK_BT.sum())
+    assert torch.equal(batch.mask_N, mask(kept))
+    share = 1 - float(batch.mask_N.sum() / MASK_N.sum())
     assert metrics == ({MASKED: pytest.approx(share)} if config.reject else {})
 
 
 def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
-    batch, _ = without_stale(
-        replace(aged(), versions_N=None),
-        stale(high=1),
-        version=5,
-    )
-    assert batch.mask_BT.any(dim=1).tolist() == [False, True, False, True]
+    batch, _ = without_stale(replace(aged(), versions_N=None), stale(high=1), version=5)
+    assert batch.mask_N.view(4, 4).any(dim=1).tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -97,22 +97,17 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
     advantage = AdvantageConfig(Estimator.dr_grpo)
     for seed in range(8):
         whole = aged(seed)
-        noise_BT = 0.15 * torch.randn(
-            4,
-            4,
-            generator=torch.Generator().manual_seed(seed + 50),
-        )
-        prox_BT = whole.sampler_logprobs_BT + noise_BT
+        noise_N = 0.15 * torch.randn(16, generator=torch.Generator().manual_seed(seed + 50))
+        prox_N = whole.sampler_logprobs_N + noise_N
         young, _ = without_stale(whole, ruled, version=5)
-        found, advantages_B = correct(prox_BT, young, ruled, advantage)
-        same, same_B = correct(
-            prox_BT, whole.with_matrices(mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage
-        )
-        assert torch.equal(found.weights_BT, same.weights_BT)
-        assert torch.equal(found.denominator_mask_BT, same.denominator_mask_BT)
+        fresh = replace(whole, mask_N=MASK_N & (VERSIONS_BT.flatten() >= 5))
+        found, advantages_B, _ = correct(Share.alone(young), prox_N, ruled, advantage)
+        same, same_B, _ = correct(Share.alone(fresh), prox_N, plain, advantage)
+        assert torch.equal(found.weights_N, same.weights_N)
+        assert torch.equal(found.denominator_mask_N, same.denominator_mask_N)
         assert torch.equal(advantages_B, same_B)
         assert found.metrics == same.metrics
-        assert not found.denominator_mask_BT[2].any(), "a row that is old as a whole"
+        assert not found.denominator_mask_N[8:12].any(), "a row that is old as a whole"
 
 
 def test_an_age_is_known_before_the_learner_has_scored_anything() -> None:

@@ -12,26 +12,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import BYPASS, LOG2, batch_of, corrected, inputs_for
+from loss_cases import BYPASS, LOG2, corrected, inputs_for
+from matrices import LossInputs, batch_of, count_totals, policy_loss, rollout_correction
 
+from megatron_rl.batch import Share
 from megatron_rl.config.correction_rules import check_correction, check_objective
 from megatron_rl.config.schema import (
     CorrectionConfig,
     Format,
+    LossConfig,
     LossName,
     Reduce,
     RejectRule,
     WeightConfig,
 )
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.loss.table import LOSSES
+from megatron_rl.rollout_correction import correction
 from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
-from megatron_rl.rollout_correction.correction import (
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
-)
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 
@@ -122,6 +120,11 @@ def test_no_correction_raises_on_an_empty_mask(shape: tuple[int, int]) -> None:
     ]
     nothing_BT = torch.zeros(shape)
     rows = shape[0]
+
+    def judge(counted_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert counted_B.tolist() == [False] * rows
+        return -torch.ones(rows), counted_B
+
     for weight in (
         WeightConfig(normalize=True),
         WeightConfig(level="sequence", normalize=True),
@@ -129,11 +132,8 @@ def test_no_correction_raises_on_an_empty_mask(shape: tuple[int, int]) -> None:
         WeightConfig(target_ess=0.9),
     ):
         config = CorrectionConfig(weight=weight, reject=rules)
-        found = rollout_correction(nothing_BT, nothing_BT, nothing_BT, config)
-        assert found.rejected_B.tolist() == found.baseline_keep_B(config).tolist() == [False] * rows
-        found = apply_conditional_rules(
-            keep_rows(found, torch.zeros(rows), config), -torch.ones(rows), config
-        )
+        found = rollout_correction(nothing_BT, nothing_BT, nothing_BT, config, judge=judge)
+        assert found.rejected_B.tolist() == [False] * rows
         assert found.weights_BT.tolist() == nothing_BT.tolist()
         assert {key for key, value in found.metrics.items() if value != 0.0} <= {"rollout_corr/cap"}
     assert found.metrics["rollout_corr/cap"] == 2.0
@@ -142,11 +142,15 @@ def test_no_correction_raises_on_an_empty_mask(shape: tuple[int, int]) -> None:
         loss, metrics = policy_loss(inputs, LossConfig(), totals, BYPASS)
         assert all(math.isfinite(float(value)) for value in (loss.detach(), *metrics.values()))
     for name in ("clip_cov", "kl_cov"):
-        selected_BT = select_by_covariance(
-            nothing_BT, torch.ones(rows), nothing_BT, LossConfig(name=name), seed=0
+        selected_N = select_by_covariance(
+            Share.alone(batch_of(nothing_BT, nothing_BT)),
+            nothing_BT.flatten(),
+            torch.ones(rows),
+            found.flat.mask_N,
+            LossConfig(name=name),
+            seed=0,
         )
-        assert selected_BT is not None
-        assert not selected_BT.any()
+        assert selected_N is not None and not selected_N.any()
 
 
 def test_loss_metrics_count_no_padding() -> None:
@@ -359,24 +363,27 @@ def test_the_loss_corrects_under_the_sampler_anchor_only() -> None:
 
 
 def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
-    logprobs_BT = -torch.ones(2, 1)
-    zeros_B = torch.zeros(2, dtype=torch.int64)
-    one = batch_of(torch.ones(2, 1, dtype=torch.bool), logprobs_BT)
+    logprobs_N = -torch.ones(2)
     int8 = list(Format).index(Format.int8)
-    assert mismatch_by_format(logprobs_BT, one) == {}
-    assert mismatch_by_format(logprobs_BT, replace(one, formats_B=zeros_B + int8)) == {}
-    mixed = mismatch_by_format(logprobs_BT, replace(one, formats_B=torch.tensor([0, int8])))
+
+    def share(**columns: torch.Tensor) -> Share:
+        return Share.alone(batch_of(torch.ones(2, 1), logprobs_N, **columns))
+
+    one = share()
+    assert mismatch_by_format(logprobs_N, one) == {}
+    assert mismatch_by_format(logprobs_N, share(formats_B=torch.tensor([int8, int8]))) == {}
+    mixed = mismatch_by_format(logprobs_N, share(formats_B=torch.tensor([0, int8])))
     assert mixed["rollout_corr/int8/token_fraction"] == 0.5
     assert (
-        mismatch_by_age(logprobs_BT, one, version=0) == mismatch_by_age(None, one, version=1) == {}
+        mismatch_by_age(logprobs_N, one, version=0) == mismatch_by_age(None, one, version=1) == {}
     )
     apart = mismatch_by_age(
-        torch.tensor([[-1.0], [-0.9]]), replace(one, versions_B=torch.tensor([4, 2])), version=4
+        torch.tensor([-1.0, -0.9]), share(versions_B=torch.tensor([4, 2])), version=4
     )
     assert apart["rollout_corr/fresh/kl"] == 0
     assert apart["rollout_corr/stale/kl"] == pytest.approx(-0.1)
     assert apart["rollout_corr/stale/token_fraction"] == 0.5
-    assert "rollout_corr/fresh/kl" not in mismatch_by_age(logprobs_BT, one, version=3)
+    assert "rollout_corr/fresh/kl" not in mismatch_by_age(logprobs_N, one, version=3)
 
 
 def test_a_cap_counts_tokens_that_weigh_one_whatever_it_is() -> None:
@@ -396,28 +403,29 @@ def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
     """The cap was solved with all rows; with a cap of 8 the remaining weights would be larger."""
     d_BT = torch.tensor([[2.0, 0.0], [0.1, -0.1], [1.5, 0.2], [0.0, 0.1]])
     config = CorrectionConfig(weight=WeightConfig(level=level, high=8.0, target_ess=0.95))
-    found = rollout_correction(d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
+    given = (d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
+    found = rollout_correction(*given)
     assert found.cap == found.metrics["rollout_corr/cap"] < 3.0
-    fewer = keep_rows(found, torch.tensor([True, False, True, True]), config)
+    keep_B = torch.tensor([True, False, True, True])
+    fewer = rollout_correction(*given, judge=lambda _: (torch.ones(4), keep_B))
     assert torch.equal(fewer.weights_BT[[0, 2, 3]], found.weights_BT[[0, 2, 3]])
     assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.cap)
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        ("proximal", [(4, 3), (4, 3), (2, 3)]),
-        ("proximal", [(1, 3), (4, 3), (4, 3)]),
-        *(("sampler", [(4, 3), shape, (4, 3)]) for shape in [(1, 3), (3,), (), (4, 1)]),
-    ],
-)
-def test_every_position_needs_its_own_numbers(name: str, shapes: list[tuple[int, ...]]) -> None:
-    prox_BT, mu_BT, mask_BT = map(torch.zeros, shapes)
-    with pytest.raises(ValueError, match=f"the {name} logprobs are"):
-        rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig())
-    if name == "sampler":
-        with pytest.raises(ValueError, match=f"the {name} logprobs are"):
-            rollout_correction(None, mu_BT, mask_BT, BYPASS)
+@pytest.mark.parametrize("shape", [(6,), (1,), (), (12, 1), (4, 3)])
+def test_every_token_needs_its_own_numbers(shape: tuple[int, ...]) -> None:
+    batch = batch_of(torch.ones(4, 3), torch.zeros(4, 3))
+    wrong = torch.zeros(shape)
+    with pytest.raises(ValueError, match="the proximal logprobs are"):
+        correction.rollout_correction(batch, wrong, CorrectionConfig())
+    for name, said in (
+        ("sampler_logprobs_N", "sampler's logprobs"),
+        ("mask_N", "mask"),
+        ("turns_N", "turns"),
+    ):
+        for prox_N, config in ((torch.zeros(12), CorrectionConfig()), (None, BYPASS)):
+            with pytest.raises(ValueError, match=f"the {said} are"):
+                correction.rollout_correction(replace(batch, **{name: wrong}), prox_N, config)
 
 
 def test_an_unknown_word_is_no_other_word() -> None:

@@ -50,14 +50,14 @@ def start(path: Path, config: Config | None = None, steps: int = 3, **others: An
 def make_scored(
     n: int, length: int = 12, noise: float = 0.05, seed: int = 0
 ) -> tuple[list[Scored], torch.Tensor]:
-    """Rollouts with sampler logprobs, and the learner's at [B, T]: a little off. Lengths vary."""
+    """Rollouts with sampler logprobs, and the learner's of all tokens: a little off. Lengths vary."""
     draw = random.Random(seed)
     scored = []
-    prox_BT = torch.zeros(n, length)
+    prox: list[float] = []
     for index in range(n):
         size = draw.randint(1, length)
         logprobs = tuple(-draw.expovariate(2.0) for _ in range(size))
-        prox_BT[index, :size] = torch.tensor([lp + draw.gauss(0, noise) for lp in logprobs])
+        prox += [lp + draw.gauss(0, noise) for lp in logprobs]
         prompt = Prompt(index // 4, (1, 2, 3), "1+1=", {"answer": "2"})
         tokens = tuple(draw.randint(3, 20) for _ in range(size))
         rollout = Rollout(
@@ -69,7 +69,7 @@ def make_scored(
                 rollout, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong
             )
         )
-    return scored, prox_BT
+    return scored, torch.tensor(prox)
 
 
 def make_run(
@@ -120,17 +120,15 @@ def make_run(
                 "sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004),
                 "sync/probe_budget": 0.08,
             }
-            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
-            sampler_BT = torch.zeros_like(prox_BT)
-            for row, one in enumerate(scored):
-                sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
-            weights_BT = (prox_BT - sampler_BT).exp().clamp(max=2.0)
+            scored, prox_N = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
+            sampler_N = torch.cat([torch.tensor(one.rollout.logprobs) for one in scored])
+            weights_N = (prox_N - sampler_N).exp().clamp(max=2.0)
             pieces = {
                 row: [f"<{token}>" for token in scored[row].rollout.token_ids]
-                for row in choose(scored, prox_BT)
+                for row in choose(scored, prox_N)
             }
             recorder.rollouts(
-                step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, pieces=pieces
+                step, scored, prox_logprobs_N=prox_N, weights_N=weights_N, pieces=pieces
             )
         recorder.log(step, metrics)
     recorder.close()

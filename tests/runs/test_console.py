@@ -137,10 +137,10 @@ def test_a_right_one_another_and_the_one_that_differs_most() -> None:
         answer(text, Verdict.wrong if text != "2" else Verdict.right)
         for text in ("3", "4", "2", "5")
     ]
-    prox_BT = torch.tensor([[-1.0], [-1.0], [-1.0], [-3.0]])
-    assert console.choose(scored, prox_BT) == [2, 0, 3]
+    prox_N = torch.tensor([-1.0, -1.0, -1.0, -3.0])
+    assert console.choose(scored, prox_N) == [2, 0, 3]
     assert console.choose(scored, None) == [2, 0]
-    assert console.choose(scored[:1], torch.tensor([[float("nan")]])) == [0]
+    assert console.choose(scored[:1], torch.tensor([float("nan")])) == [0]
     assert console.choose([], None) == []
 
 

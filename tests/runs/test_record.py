@@ -10,7 +10,7 @@ import torch
 from helpers import program
 from run_factory import make_config, make_scored, make_yaml, quiet, start
 
-from megatron_rl.batch import collate
+from megatron_rl.batch import Share, collate
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
@@ -156,10 +156,10 @@ def test_a_torn_last_line_costs_only_itself(run_folder):
 
 def test_rollouts_round_trip(run_folder):
     recorder = start(run_folder)
-    scored, prox_BT = make_scored(9)
-    weights_BT = torch.rand_like(prox_BT)
-    mask_BT = torch.rand_like(prox_BT) > 0.2
-    recorder.rollouts(20, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, mask_BT=mask_BT)
+    scored, prox_N = make_scored(9)
+    weights_N = torch.rand_like(prox_N)
+    mask_N = torch.rand_like(prox_N) > 0.2
+    recorder.rollouts(20, scored, prox_logprobs_N=prox_N, weights_N=weights_N, mask_N=mask_N)
     recorder.rollouts(1, scored)
     files = recorded_steps(RunDir(run_folder).rollouts)
     assert [(step, path.name) for step, path in files] == [
@@ -168,16 +168,16 @@ def test_rollouts_round_trip(run_folder):
     ]
     assert len(list(files[0][1].parent.iterdir())) == 2  # nothing partial is left
     table = read_rollouts(files[1][1]).to_pylist()
-    for row, one, prox_T, weights_T, mask_T in zip(
-        table, scored, prox_BT, weights_BT, mask_BT, strict=True
-    ):
+    lengths = [len(one.rollout.token_ids) for one in scored]
+    columns = (column_N.split(lengths) for column_N in (prox_N, weights_N, mask_N))
+    for row, one, prox, weights, mask in zip(table, scored, *columns, strict=True):
         n = len(one.rollout.token_ids)
         assert row["token_ids"] == list(one.rollout.token_ids)
         assert row["group"] == one.rollout.group
         assert row["sampler_logprobs"] == torch.tensor(one.rollout.logprobs).tolist()
-        assert row["prox_logprobs"] == prox_T[:n].tolist()
-        assert row["weights"] == weights_T[:n].tolist()
-        assert row["kept"] == mask_T[:n].tolist()
+        assert row["prox_logprobs"] == prox.tolist()
+        assert row["weights"] == weights.tolist()
+        assert row["kept"] == mask.tolist()
         assert row["loss_mask"] == [True] * n
         assert (row["reward"], row["policy_version"], row["finish_reason"]) == (
             one.reward,
@@ -185,14 +185,13 @@ def test_rollouts_round_trip(run_folder):
             "stop",
         )
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
-    for short_BT in (prox_BT[:3], prox_BT[:, :1]):
-        with pytest.raises(ValueError, match=r"argument|tokens"):
-            recorder.rollouts(2, scored, prox_logprobs_BT=short_BT)
+    with pytest.raises(ValueError, match="tokens"):
+        recorder.rollouts(2, scored, prox_logprobs_N=prox_N[:-1])
 
 
 def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(run_folder):
     recorder = start(run_folder)
-    scored, prox_BT = make_scored(3)
+    scored, prox_N = make_scored(3)
     n = len(scored[1].rollout.token_ids)
     # an update came into the second one
     versions = [3] * (n // 2) + [4] * (n - n // 2)
@@ -205,7 +204,7 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
             "versions": versions if place == 1 else None,
         }
         drawn.append(replace(one, rollout=replace(one.rollout, **kept)))
-    recorder.rollouts(1, drawn, prox_logprobs_BT=prox_BT)
+    recorder.rollouts(1, drawn, prox_logprobs_N=prox_N)
     ((_, path),) = recorded_steps(RunDir(run_folder).rollouts)
     batch = load_recorded(path).batch
     wanted = collate(drawn)
@@ -215,9 +214,9 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
         collate([*drawn[:2], scored[2]])
     assert [row["versions"] for row in read_rollouts(path).to_pylist()] == [None, versions, None]
     assert torch.equal(batch.versions_N, wanted.versions_N)
-    assert batch.token_versions_BT[1, :n].tolist() == versions
+    assert batch.rows(torch.tensor([1])).token_versions_N.tolist() == versions
     assert batch.versions_B.tolist() == [3, 3, 3]
-    metrics = Seen().metrics(batch, step=6)
+    metrics = Seen().metrics(Share.alone(batch), step=6)
     assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (
         2,
         pytest.approx(1 / 3),
@@ -227,7 +226,7 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
         for one in recorded_breakdowns(path, policy_version=5)
         if one.by == "staleness"
     }
-    assert ages == {"1": n - n // 2, "2": int(batch.mask_BT.sum()) - (n - n // 2)}
+    assert ages == {"1": n - n // 2, "2": int(batch.mask_N.sum()) - (n - n // 2)}
 
 
 def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):

@@ -140,12 +140,12 @@ class Case:
 
 
 def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
-    logprobs_BT = learner.logprobs(batch)
-    expected_BT = learner.expected_logprobs(batch)
+    logprobs_N = learner.logprobs(batch)
+    expected_N = learner.expected_logprobs(batch)
     about = probe_of(
-        int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT, expected_BT
+        int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_N, expected_N
     )
-    given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
+    given = (batch.sampler_logprobs_N, logprobs_N, batch.mask_N)
     budget = about.budget_of(format).nats
     found = {
         "noise": about.noise,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import batch_of, flat_of
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
@@ -18,6 +19,7 @@ B = 8
 T = 32
 VOCAB = 64
 NOISE = 0.008
+LENGTHS_B = torch.tensor([T] * 4 + [T - 2] * 4)
 
 
 def logprobs(seed: int = 0) -> torch.Tensor:
@@ -137,30 +139,28 @@ def test_empty_answers_are_not_a_pass() -> None:
 
 def half_off(nats: float, versions_B: torch.Tensor, **formats: torch.Tensor) -> Batch:
     """A batch whose second half is off by so much, with shorter responses."""
-    zeros_B = torch.zeros(B, dtype=torch.long)
     sampler_BT = logprobs()
     sampler_BT[4:] += nats
-    tokens_BS = zeros_B[:, None].expand(B, T)
-    lengths_B = torch.tensor([T] * 4 + [T - 2] * 4)
-    rows_B = zeros_B.float(), zeros_B, versions_B
-    return Batch.of_matrices(tokens_BS, zeros_B, lengths_B, mask(), sampler_BT, *rows_B, **formats)
+    return batch_of(
+        mask(),
+        sampler_BT,
+        response_lengths_B=LENGTHS_B,
+        mask_N=flat_of(mask(), LENGTHS_B),
+        sampler_logprobs_N=flat_of(sampler_BT, LENGTHS_B),
+        versions_B=versions_B,
+        **formats,
+    )
 
 
 def test_only_rows_of_the_synced_version_count() -> None:
     batch = half_off(5, torch.tensor([2] * 4 + [1] * 4))
-    assert (
-        check_formats(
-            batch,
-            logprobs(),
-            [Format.none],
-            about(2),
-        )["sync/probe_abs_diff"]
-        == 0
-    )
+    learner_N = flat_of(logprobs(), LENGTHS_B)
+    found = check_formats(batch, learner_N, [Format.none], about(2))
+    assert found["sync/probe_abs_diff"] == 0
     with pytest.raises(SyncMismatch):
-        check_formats(batch, logprobs(), [Format.none], about(1))
+        check_formats(batch, learner_N, [Format.none], about(1))
     with pytest.raises(ValueError, match=r"version 3.*\[1, 2\]"):
-        check_formats(batch, logprobs(), [Format.none], about(3))
+        check_formats(batch, learner_N, [Format.none], about(3))
 
 
 def test_a_mixed_fleet_is_probed_format_by_format() -> None:
@@ -168,7 +168,8 @@ def test_a_mixed_fleet_is_probed_format_by_format() -> None:
     # within INT8's budget, beyond that of BF16
     batch = half_off(0.05, torch.zeros(B, dtype=torch.long), formats_B=formats_B)
     both = (Format.none, Format.int8)
-    metrics = check_formats(batch, logprobs(), both, about(0))
+    learner_N = flat_of(logprobs(), LENGTHS_B)
+    metrics = check_formats(batch, learner_N, both, about(0))
     assert metrics["sync/probe_abs_diff/none"] == 0
     assert metrics["sync/probe_abs_diff/int8"] == pytest.approx(0.05, abs=1e-3)
     assert metrics["sync/probe_abs_diff"] == metrics["sync/probe_abs_diff/int8"]
@@ -176,7 +177,7 @@ def test_a_mixed_fleet_is_probed_format_by_format() -> None:
     with pytest.raises(SyncMismatch, match="none"):
         check_formats(
             replace(batch, formats_B=formats_B.flip(0)),
-            logprobs(),
+            learner_N,
             both,
             about(0),
         )

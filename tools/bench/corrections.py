@@ -2,7 +2,7 @@
 
 Compares it with the same computation written plainly, one full-size tensor operation after the
 other, on 512 x 2048 float32 logprobs with token-level truncation, one geometric rule and all
-metrics:
+metrics; the plain one pads responses to the longest, ours reads them one after another:
 
     python tools/bench/corrections.py
 
@@ -22,29 +22,23 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import rollout_correction
 
 CAP = 2.0
 LOW = 0.99
 HIGH = 1.01
+MEAN = {"stat": "ratio", "reduce": "mean", "low": LOW, "high": HIGH}
 CONFIG = CorrectionConfig(
-    weight=WeightConfig(level="token", high=CAP),
-    reject=[
-        RejectRule(
-            level="sequence",
-            stat="ratio",
-            reduce="mean",
-            low=LOW,
-            high=HIGH,
-        )
-    ],
+    weight=WeightConfig(level="token", high=CAP), reject=[RejectRule(level="sequence", **MEAN)]
 )
 # turns of a session in the example: what is timed by turn has this many columns' worth of tokens in
 # each
@@ -61,19 +55,10 @@ def choices() -> dict[str, CorrectionConfig]:
         "turn geometric": WeightConfig(level="turn", aggregate="geometric", high=CAP),
         "prefix": WeightConfig(level="prefix", high=CAP),
         "prefix geometric": WeightConfig(level="prefix", aggregate="geometric", high=CAP),
-        "prefix min": WeightConfig(level="prefix", aggregate="min", high=CAP),
     }
     rules = {
-        "reject turns": RejectRule(
-            level="turn",
-            stat="ratio",
-            reduce="mean",
-            low=LOW,
-            high=HIGH,
-        ),
-        "reject by prefix": RejectRule(
-            level="prefix", stat="ratio", reduce="mean", low=LOW, high=HIGH
-        ),
+        "reject turns": RejectRule(level="turn", **MEAN),
+        "reject by prefix": RejectRule(level="prefix", **MEAN),
         "reject tv": RejectRule(level="token", stat="tv", high=0.1),
         "reject binary_kl": RejectRule(level="token", stat="binary_kl", high=0.1),
     }
@@ -81,16 +66,16 @@ def choices() -> dict[str, CorrectionConfig]:
     return found | {name: CorrectionConfig(reject=[rule]) for name, rule in rules.items()}
 
 
-def multiples(batch: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, float]:
+def multiples(batch: Batch, prox_N: Tensor, repeats: int) -> dict[str, float]:
     """The least time of each choice on one core, as a multiple of that of `tis`; waiting for a core
     does not count.
     """
     torch.set_num_threads(1)
-    turns_BT = (torch.arange(batch[0].shape[1]) // TURN_COLUMNS).expand_as(batch[0]).contiguous()
+    batch = replace(batch, turns_N=batch.responses.place_N // TURN_COLUMNS)
     times: dict[str, list[float]] = {name: [] for name in choices()}
     for _ in range(repeats):  # each once a round: what else the machine does meets all alike
         for name, config in choices().items():
-            call = partial(rollout_correction, *batch, config, turns_BT)
+            call = partial(rollout_correction, batch, prox_N, config)
             times[name] += seconds(call, 1, time.thread_time)
     return {name: round(min(found) / min(times["tis"]), 3) for name, found in times.items()}
 
@@ -209,6 +194,21 @@ def example(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Ten
     return prox_BT, sampler_BT, torch.arange(columns)[None, :] < lengths_B[:, None]
 
 
+def batch_of(sampler_BT: Tensor, mask_BT: Tensor) -> Batch:
+    """The responses, each to an empty prompt, without their padding."""
+    zeros_B = torch.zeros(len(mask_BT), dtype=torch.int64)
+    return Batch(
+        prompt_lengths_B=zeros_B,
+        response_lengths_B=mask_BT.sum(dim=1),
+        groups_B=zeros_B,
+        rewards_B=zeros_B,
+        versions_B=zeros_B,
+        tokens_P=torch.zeros(int(mask_BT.sum())),
+        mask_N=mask_BT[mask_BT],
+        sampler_logprobs_N=sampler_BT[mask_BT],
+    )
+
+
 def keep_freed_memory() -> None:
     """glibc hands freed memory back to the kernel and gets it again page by page; not here."""
     # mallopt's numbers for them
@@ -264,10 +264,12 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     prox_BT, sampler_BT, mask_BT = example(arguments.rows, arguments.columns)
+    batch = batch_of(sampler_BT, mask_BT)
+    prox_N = prox_BT[mask_BT]
     if arguments.choices:
-        print(json.dumps(multiples((prox_BT, sampler_BT, mask_BT), arguments.repeats), indent=2))
+        print(json.dumps(multiples(batch, prox_N, arguments.repeats), indent=2))
         return
-    ours = lambda: rollout_correction(prox_BT, sampler_BT, mask_BT, CONFIG)  # noqa: E731
+    ours = lambda: rollout_correction(batch, prox_N, CONFIG)  # noqa: E731
     theirs = lambda: plain(prox_BT, sampler_BT, mask_BT)  # noqa: E731
     # alternate, so that a busy machine slows both alike
     ours_s = []

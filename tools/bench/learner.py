@@ -71,36 +71,46 @@ def lengths_of(rows: int, longest: int, random: torch.Generator) -> list[int]:
     return [LONG_PROMPT + int(length) for length in drawn.clamp(1, longest)]
 
 
+def random_batch(lengths_B: Tensor, prompt: int, vocab: int, logprob: float) -> Batch:
+    """Answers of these lengths to prompts of `prompt` tokens."""
+    random = torch.Generator().manual_seed(1)
+    rows = len(lengths_B)
+    answered = int(lengths_B.sum())
+    return Batch(
+        prompt_lengths_B=torch.full((rows,), prompt),
+        response_lengths_B=lengths_B,
+        groups_B=torch.arange(rows) // 8,
+        rewards_B=torch.rand(rows, generator=random),
+        versions_B=torch.zeros(rows, dtype=torch.int64),
+        tokens_P=torch.randint(
+            1, vocab, (rows * prompt + answered,), generator=random, dtype=torch.int32
+        ),
+        mask_N=torch.ones(answered, dtype=torch.bool),
+        sampler_logprobs_N=torch.full((answered,), logprob),
+    )
+
+
 def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch:
     """`filled`: filler behind an answer is called a part of it."""
     random = torch.Generator().manual_seed(1)
-    responses_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
-    prompts_B = torch.full((rows,), PROMPT)
-    longest = int(responses_B.max())
-    tokens_BS = torch.randint(1, vocab, (rows, PROMPT + longest), generator=random)
-    mask_BT = torch.arange(longest) < responses_B[:, None]
-    sampler_BT = torch.full(mask_BT.shape, -8.0)
-    each = (
-        torch.rand(rows, generator=random),
-        torch.arange(rows) // 8,
-        torch.zeros(rows, dtype=torch.int64),
-    )
+    lengths_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
     if filled:
-        lengths_B = torch.full_like(responses_B, longest)
-    else:
-        lengths_B = responses_B
-    return Batch.of_matrices(tokens_BS, prompts_B, lengths_B, mask_BT, sampler_BT, *each)
+        lengths_B = lengths_B.clamp(min=int(lengths_B.max()))
+    return random_batch(lengths_B, PROMPT, vocab, -8.0)
 
 
-def targets_of(batch: Batch, anchor_BT: Tensor) -> Targets:
+def targets_of(batch: Batch, anchor_N: Tensor) -> Targets:
     return Targets(
-        batch=batch,
-        anchor_logprobs_BT=anchor_BT,
-        ref_logprobs_BT=None,
+        prompt_lengths_B=batch.prompt_lengths_B,
+        response_lengths_B=batch.response_lengths_B,
+        groups_B=batch.groups_B,
+        sampler_logprobs_N=batch.sampler_logprobs_N,
+        anchor_logprobs_N=anchor_N,
+        ref_logprobs_N=None,
         advantages_B=torch.linspace(-1, 1, len(batch)),
-        weights_BT=torch.ones(batch.mask_BT.shape),
-        mask_BT=batch.mask_BT,
-        denominator_mask_BT=batch.mask_BT,
+        weights_N=torch.ones(batch.mask_N.shape),
+        mask_N=batch.mask_N,
+        denominator_mask_N=batch.mask_N,
     )
 
 
@@ -174,15 +184,14 @@ def main() -> None:
         )
         for filled in (False, True)
     )
-    anchor_BT = learner.logprobs(batch)
-    targets = targets_of(batch, anchor_BT)
-    padded = targets_of(filled, anchor_BT)
-    packs = learner._work(batch, range(len(batch))).packs
+    share = learner.part(batch), targets_of(batch, learner.logprobs(batch))
+    padded = learner.part(filled), targets_of(filled, learner.logprobs(filled))
+    packs = learner._packs(share[0], torch.arange(len(batch)))
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: bare(learner, packs),
-        "update": lambda: learner.update(targets),
-        "columns": lambda: few_columns(lambda: learner.update(targets)),
-        "padded": lambda: learner.update(padded),
+        "update": lambda: learner.update(*share),
+        "columns": lambda: few_columns(lambda: learner.update(*share)),
+        "padded": lambda: learner.update(*padded),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
@@ -191,10 +200,9 @@ def main() -> None:
             way()
             if number:  # the first makes room in memory
                 taken[name].append(time.thread_time() - begun)
-    tokens = int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
     print(
-        f"{options.shape}: {tokens} tokens in {len(packs)} packs, "
-        f"{len(batch) * batch.tokens_BS.shape[1]} with filler"
+        f"{options.shape}: {len(batch.tokens_P)} tokens in {len(packs)} packs, "
+        f"{len(filled.tokens_P)} with filler"
     )
     for name, seconds in taken.items():
         ratios = [

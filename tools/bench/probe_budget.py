@@ -232,16 +232,15 @@ def compared(
 
 
 def _one(learner: Any, batch: Batch) -> tuple[float, ...]:
-    own_BT = learner.logprobs(batch)
-    sampler_BT = batch.sampler_logprobs_BT
-    noise_BT = learner.logprobs_rounded_again(batch)
-    expected_BT = learner.expected_logprobs(batch)
-    assert torch.equal(own_BT, learner.logprobs(batch)), "something of the rounding was left behind"
-    pairs = [(own_BT, sampler_BT), (own_BT, noise_BT)]
-    pairs += [(own_BT, expected_BT), (expected_BT, sampler_BT)] if expected_BT is not None else []
+    own_N = learner.logprobs(batch)
+    sampler_N = batch.sampler_logprobs_N
+    noise_N = learner.logprobs_rounded_again(batch)
+    expected_N = learner.expected_logprobs(batch)
+    assert torch.equal(own_N, learner.logprobs(batch)), "something of the rounding was left behind"
+    pairs = [(own_N, sampler_N), (own_N, noise_N)]
+    pairs += [(own_N, expected_N), (expected_N, sampler_N)] if expected_N is not None else []
     found = [
-        float((one_BT - other_BT)[batch.mask_BT].double().abs().mean())
-        for one_BT, other_BT in pairs
+        float((one_N - other_N)[batch.mask_N].double().abs().mean()) for one_N, other_N in pairs
     ]
     return (*found, math.nan, math.nan)[:4]
 

@@ -26,8 +26,9 @@ import torch
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, count_totals, policy_loss
 from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.workshop.reports.charts import PALETTE, add_line, layout
 from megatron_rl.workshop.reports.pages import PLOTLY
@@ -103,32 +104,58 @@ def make_toy(noise: float, seed: int = 0, length: int = LENGTH) -> Toy:
     return Toy(logits_TVV, noise_TVV, sequences_BT, rewards_B.square())
 
 
+def rows_of(sampler_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    """Columns of responses to one empty prompt; each position is a token of one."""
+    zeros_B = torch.zeros(len(mask_BT), dtype=torch.int64)
+    return {
+        "prompt_lengths_B": zeros_B,
+        "response_lengths_B": zeros_B + mask_BT.shape[1],
+        "groups_B": zeros_B,
+        "mask_N": mask_BT.flatten(),
+        "sampler_logprobs_N": sampler_BT.flatten(),
+    }
+
+
+def weights_of(
+    prox_BT: Tensor,
+    sampler_BT: Tensor,
+    mask_BT: Tensor,
+    weight: WeightConfig,
+    turns_N: Tensor | None = None,
+) -> Tensor:
+    rows = rows_of(sampler_BT, mask_BT)
+    batch = Batch(
+        **rows,
+        rewards_B=rows["groups_B"],
+        versions_B=rows["groups_B"],
+        tokens_P=torch.zeros(mask_BT.numel()),
+        turns_N=turns_N,
+    )
+    found = rollout_correction(batch, prox_BT.flatten(), CorrectionConfig(weight=weight))
+    return found.weights_N.view(prox_BT.shape)
+
+
 def correct(toy: Toy, weight: WeightConfig) -> Tensor:
     """The weights of all sequences."""
-    prox_BT = toy.logprobs(toy.logits_TVV)
-    mask_BT = torch.ones_like(prox_BT, dtype=torch.bool)
-    config = CorrectionConfig(weight=weight)
-    return rollout_correction(prox_BT, toy.sampler_BT, mask_BT, config).weights_BT
+    mask_BT = torch.ones_like(toy.sequences_BT, dtype=torch.bool)
+    return weights_of(toy.logprobs(toy.logits_TVV), toy.sampler_BT, mask_BT, weight)
 
 
 def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor) -> Tensor:
     """The ascent direction of `policy_loss` for all sequences."""
     logits_TVV = toy.logits_TVV.clone().requires_grad_()
-    logprobs_BT = toy.logprobs(logits_TVV)
-    mask_BT = torch.ones_like(logprobs_BT, dtype=torch.bool)
-    inputs = LossInputs(
-        logprobs_BT=logprobs_BT,
-        anchor_logprobs_BT=logprobs_BT.detach(),
-        sampler_logprobs_BT=toy.sampler_BT,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
+    logprobs_N = toy.logprobs(logits_TVV).flatten()
+    rows = rows_of(toy.sampler_BT, torch.ones_like(weights_BT, dtype=torch.bool))
+    targets = Targets(
+        **rows,
+        anchor_logprobs_N=logprobs_N.detach(),
+        ref_logprobs_N=None,
         advantages_B=advantages_B,
-        weights_BT=weights_BT,
-        mask_BT=mask_BT,
-        denominator_mask_BT=mask_BT,
-        prompt_ids_B=torch.zeros(len(logprobs_BT), dtype=torch.int64),
+        weights_N=weights_BT.flatten(),
+        denominator_mask_N=rows["mask_N"],
     )
-    loss, _ = policy_loss(inputs, REINFORCE)
+    totals = count_totals(targets.response_lengths_B, targets.groups_B, LENGTH)
+    loss, _ = policy_loss(logprobs_N, targets, REINFORCE, totals)
     return -torch.autograd.grad(loss, logits_TVV)[0]
 
 

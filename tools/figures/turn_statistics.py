@@ -18,11 +18,10 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from correction_statistics import Toy, make_toy, moments
+from correction_statistics import Toy, make_toy, moments, weights_of
 from torch import Tensor
 
-from megatron_rl.config.schema import CorrectionConfig, WeightConfig
-from megatron_rl.rollout_correction.correction import rollout_correction
+from megatron_rl.config.schema import WeightConfig
 
 TURN = 2
 TURNS = 3
@@ -66,8 +65,7 @@ class Sessions:
 
     def weights(self, weight: WeightConfig) -> Tensor:
         logprobs = self.logprobs(False), self.logprobs(True)
-        config = CorrectionConfig(weight=weight)
-        return rollout_correction(*logprobs, self.mask_BT, config, self.turns_BT).weights_BT
+        return weights_of(*logprobs, self.mask_BT, weight, turns_N=self.turns_BT.flatten())
 
 
 def make_sessions(noise: float, seed: int = 0) -> Sessions:
@@ -156,18 +154,17 @@ def long_sessions(deviation: float, rows: int = 256) -> dict[str, float]:
     """
     generator = torch.Generator().manual_seed(0)
     shape = rows, 60 * 180
-    turns_BT = (torch.arange(shape[1]) // 180).expand(shape).contiguous()
+    turns_BT = (torch.arange(shape[1]) // 180).expand(shape)
     lengths_B1 = torch.randint(40, 61, (rows, 1), generator=generator)
     mask_BT = turns_BT < lengths_B1
     noise_BT = (
         deviation * torch.randn(shape, generator=generator) - deviation**2 / 2 + math.log(0.9999)
     )
+    logprobs = noise_BT - 1.0, torch.full(shape, -1.0)
     found = {}
     for name in ("token", "turn", "turn, geometric", "prefix", "sequence, geometric", "sequence"):
-        config = CorrectionConfig(weight=replace(KINDS[name], high=2.0))
-        weights_BT = rollout_correction(
-            noise_BT - 1.0, torch.full(shape, -1.0), mask_BT, config, turns_BT
-        ).weights_BT
+        weight = replace(KINDS[name], high=2.0)
+        weights_BT = weights_of(*logprobs, mask_BT, weight, turns_N=turns_BT.flatten())
         found[name] = float(weights_BT[mask_BT].mean())
     return found
 

@@ -117,9 +117,11 @@ def micro_batches(
     if not same_count:
         return _fit(rows_of[replica], lengths, by, budget, at_least, count_multiple)
     count = 0
-    packs_of: list[list[list[int]]] = [[]]
-    while count != (count := max(at_least, *map(len, packs_of))):
+    most = at_least
+    while count != most:
+        count = most
         packs_of = [_fit(rows, lengths, by, budget, count, count_multiple) for rows in rows_of]
+        most = max(map(len, packs_of))
     packs = sorted(packs_of[replica], key=lambda pack: -sum(costs[row] for row in pack))
     return packs + [[] for _ in range(count - len(packs))]
 

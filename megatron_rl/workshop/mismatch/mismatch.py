@@ -151,7 +151,7 @@ class Comparison:
                 before = partial(_before, look, port.argument)
                 hooks.append(port.module.register_forward_pre_hook(before))
         try:
-            return self.learner.logprobs(batch)[0]
+            return self.learner.logprobs(batch)
         finally:
             policy.holds_logits = False
             for hook in hooks:

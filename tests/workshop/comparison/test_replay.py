@@ -33,17 +33,17 @@ def run(tmp_path_factory):
 
 def test_a_recorded_batch_is_the_batch_of_the_step(run):
     step, path = recorded_steps(RunDir(run).rollouts)[0]
-    scored, prox_BT = make_scored(32, noise=0.5, seed=step)
+    scored, prox_N = make_scored(32, noise=0.5, seed=step)
     recorded = load_recorded(path)
-    batch, width = recorded.batch, recorded.batch.mask_BT.shape[1]
-    assert recorded.prox_logprobs_BT is not None
-    assert torch.equal(recorded.prox_logprobs_BT, prox_BT[:, :width])
-    assert batch.mask_BT.sum(dim=1).tolist() == [len(one.rollout.token_ids) for one in scored]
+    batch = recorded.batch
+    assert recorded.prox_logprobs_N is not None
+    assert torch.equal(recorded.prox_logprobs_N, prox_N)
+    assert batch.responses.count(batch.mask_N).tolist() == [
+        len(one.rollout.token_ids) for one in scored
+    ]
     assert batch.rewards_B.tolist() == [one.reward for one in scored]
-    assert torch.equal(batch.tokens_BS, collate(scored).tokens_BS)
-    direct = rollout_correction(
-        recorded.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig()
-    )
+    assert torch.equal(batch.tokens_P, collate(scored).tokens_P)
+    direct = rollout_correction(batch, recorded.prox_logprobs_N, CorrectionConfig())
     found = replay([recorded], {"tis": CorrectionConfig()}, AdvantageConfig())["tis"]
     assert found["kl"] == pytest.approx(direct.metrics["rollout_corr/kl"])
 
@@ -51,7 +51,7 @@ def test_a_recorded_batch_is_the_batch_of_the_step(run):
 def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run):
     step, path = recorded_steps(RunDir(run).rollouts)[1]
     recorded = load_recorded(path)
-    oldest = step - 1 - int(recorded.batch.token_versions_BT[recorded.batch.mask_BT].min())
+    oldest = step - 1 - int(recorded.batch.token_versions_N[recorded.batch.mask_N].min())
     rules = {
         high: [RejectRule(Level.token, Stat.staleness, high=high)] for high in (oldest, oldest - 1)
     }

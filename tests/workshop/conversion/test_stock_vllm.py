@@ -151,8 +151,8 @@ def by_learner(folder: Path, rows: Rows) -> Scores:
     ]
     with closing(learner):
         learner.load_hf(folder)
-        logprobs_BT = learner.logprobs(collate([Scored(one, reward=0.0) for one in rollouts]))
-    return [logprobs_BT[number, : len(row) - 1] for number, row in enumerate(rows)]
+        logprobs_N = learner.logprobs(collate([Scored(one, reward=0.0) for one in rollouts]))
+    return list(logprobs_N.split([len(row) - 1 for row in rows]))
 
 
 @pytest.mark.engine

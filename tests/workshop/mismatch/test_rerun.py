@@ -61,7 +61,7 @@ def test_an_infinite_advantage(results: dict[str, Any]) -> None:
     assert folder.name == "nonfinite_0"
     said = rerun(folder / "minibatch_2.safetensors")
     assert said["first:"].startswith("advantages_B ")
-    assert said["first:"].endswith(" inf at [1]")
+    assert said["first:"].endswith(" inf in row 1")
     assert said["then"] == said["now"]
 
 

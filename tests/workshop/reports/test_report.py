@@ -143,7 +143,7 @@ def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
         reward=0.0,
     )
     for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):
-        write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
+        write_rollouts(each, [none], prox_logprobs_N=torch.zeros(1))
     run = load_run(tmp_path / "run")
     assert (run.tokens, run.unreadable) == (None, [])
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import inputs_of
+from matrices import matrix, policy_loss, rollout_correction
 from torch import Tensor
 
 from translation_cases import (  # isort: skip
@@ -41,12 +42,7 @@ from translation_cases import (  # isort: skip
 from megatron_rl.batch import collate
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Level, LossConfig, NonFinite
-from megatron_rl.loss.policy_loss import policy_loss
-from megatron_rl.rollout_correction.correction import (
-    apply_conditional_rules,
-    rollout_correction,
-    without_stale,
-)
+from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.types import Prompt, Rollout, Scored
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate
@@ -63,10 +59,12 @@ def test_same_as_theirs(framework: str, what: str, mapping: Native, formula: For
     config = translate(framework, mapping).config
     assert not config.rebaseline
     acted = False
+    every_B = torch.ones_like(ADVANTAGES, dtype=torch.bool)
     for seed in range(4):
         prox_BT, mu_BT, mask_BT = data(seed)
-        found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-        found = apply_conditional_rules(found, ADVANTAGES, config)
+        found = rollout_correction(
+            prox_BT, mu_BT, mask_BT, config, judge=lambda _: (ADVANTAGES, every_B)
+        )
         theirs = formula(Theirs(prox_BT, mu_BT, mask_BT))
         weights, counted_BT = theirs if isinstance(theirs, tuple) else (theirs, mask_BT)
         counted_BT = counted_BT & mask_BT
@@ -582,13 +580,15 @@ def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> N
     """A call that resumes a response masks its earlier tokens, and all complete responses."""
     calls = [[3, 3, 4, 4], [2, 2], [4, 4, 4]]
     batch = collate([answer(sample, versions) for sample, versions in enumerate(calls)])
-    prox_BT = batch.sampler_logprobs_BT + torch.tensor([[2.0, 2.0, 0.1, 0.2], [0.0] * 4, [0.3] * 4])
+    mu_BT = matrix(batch.sampler_logprobs_N, batch.response_lengths_B)
+    prox_BT = mu_BT + torch.tensor([[2.0, 2.0, 0.1, 0.2], [0.0] * 4, [0.3] * 4])
     rules = slime_mis(tis_upper_bound=1.5, tis_level="sequence", use_rs=True, rs_level="geometric")
     config = translate("slime", {"partial_rollout": True, OLD: True, **rules}).config
     young, _ = without_stale(batch, config, version=4)
     theirs_BT = torch.tensor([[0, 0, 1, 1], [0] * 4, [1, 1, 1, 0]]).bool()
-    assert torch.equal(young.mask_BT, theirs_BT)
-    found = rollout_correction(prox_BT, young.sampler_logprobs_BT, young.mask_BT, config)
+    young_BT = matrix(young.mask_N, batch.response_lengths_B)
+    assert torch.equal(young_BT, theirs_BT)
+    found = rollout_correction(prox_BT, mu_BT, young_BT, config)
     weights_BT = torch.tensor([math.exp(0.3), 0.0, 1.5])[:, None] * theirs_BT
     torch.testing.assert_close(found.weights_BT, weights_BT)
     assert torch.equal(found.denominator_mask_BT, theirs_BT)

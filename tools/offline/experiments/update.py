@@ -62,28 +62,6 @@ LOGPROB = -11.9  # of random weights over 152k tokens
 MIB = 1 << 20
 
 
-def random_batch(options: argparse.Namespace, vocabulary: int) -> Any:
-    import torch
-
-    from megatron_rl.batch import Batch
-
-    rows = options.rows
-    random = torch.Generator().manual_seed(1)
-    length = PROMPT + options.response
-    tokens = torch.randint(1, vocabulary, (rows, length), generator=random)
-    mask = torch.ones(rows, options.response, dtype=torch.bool)
-    return Batch.of_matrices(
-        tokens,
-        torch.full((rows,), PROMPT),
-        torch.full((rows,), options.response),
-        mask,
-        torch.full(mask.shape, LOGPROB),
-        torch.rand(rows, generator=random),
-        torch.arange(rows) // 8,
-        torch.zeros(rows, dtype=torch.int64),
-    )
-
-
 def make_learner(options: argparse.Namespace) -> Any:
     """The recipe's learner with random weights."""
     import torch
@@ -125,9 +103,9 @@ def targets_of(bench: Any, batch: Any) -> Any:
     """Targets of an update of the recipe: reference logprobs, no anchor."""
     import torch
 
-    logprobs = torch.full(batch.mask_BT.shape, LOGPROB)
-    targets = bench.targets_of(batch, logprobs)
-    return replace(targets, anchor_logprobs_BT=None, ref_logprobs_BT=logprobs)
+    logprobs_N = torch.full(batch.mask_N.shape, LOGPROB)
+    targets = bench.targets_of(batch, logprobs_N)
+    return replace(targets, anchor_logprobs_N=None, ref_logprobs_N=logprobs_N)
 
 
 def run_body(learner: Any, packs: Any) -> None:
@@ -225,9 +203,11 @@ class Experiment:
         self.bench = bench
         self.costs = costs
         model = self.learner.model
-        self.batch = random_batch(options, model.shape.vocab)
+        lengths_B = torch.full((options.rows,), options.response)
+        self.batch = bench.random_batch(lengths_B, PROMPT, model.shape.vocab, LOGPROB)
+        self.share = self.learner.part(self.batch)
         self.targets = targets_of(bench, self.batch)
-        self.packs = self.learner._work(self.batch, range(len(self.batch))).packs
+        self.packs = self.learner._packs(self.share, torch.arange(options.rows))
         each = costs.operations(model, PROMPT + options.response)
         self.head_flops = each.head
         self.body_flops = options.rows * (PROMPT + options.response) * each.body
@@ -279,10 +259,10 @@ class Experiment:
             tokens=sizes,
             tflop_forward=round(self.flops / 1e12, 1),
         )
-        self.time("logprobs", lambda: learner.logprobs(self.batch), self.flops)
-        self.time("update", lambda: learner.update(self.targets), 3 * self.flops)
-        anchored = replace(self.targets, anchor_logprobs_BT=self.targets.ref_logprobs_BT)
-        self.time("anchored", lambda: learner.update(anchored), 3 * self.flops)
+        self.time("logprobs", lambda: learner.logprobs(self.share), self.flops)
+        self.time("update", lambda: learner.update(self.share, self.targets), 3 * self.flops)
+        anchored = replace(self.targets, anchor_logprobs_N=self.targets.ref_logprobs_N)
+        self.time("anchored", lambda: learner.update(self.share, anchored), 3 * self.flops)
         self.time("body", lambda: run_body(learner, self.packs), 3 * self.body_flops)
         self.time(
             "bare",
@@ -309,7 +289,7 @@ class Experiment:
         def update(name: str) -> None:
             self.time(
                 f"update, {name}",
-                lambda: learner.update(self.targets),
+                lambda: learner.update(self.share, self.targets),
                 3 * self.flops,
                 2,
             )
@@ -344,15 +324,15 @@ class Experiment:
     def trace(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        rows = self.torch.arange(min(len(self.batch), TRACED_ROWS))
-        targets = targets_of(self.bench, self.batch.rows(rows))
-        self.learner.update(targets)
+        batch = self.batch.rows(self.torch.arange(min(len(self.batch), TRACED_ROWS)))
+        given = self.learner.part(batch), targets_of(self.bench, batch)
+        self.learner.update(*given)
         self.sync()
         activities = [ProfilerActivity.CPU]
         if self.cuda:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities, record_shapes=True) as trace:
-            self.learner.update(targets)
+            self.learner.update(*given)
             self.sync()
         path = self.options.out / f"{self.options.name}_trace.json.gz"
         trace.export_chrome_trace(str(path))
