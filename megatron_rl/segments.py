@@ -44,10 +44,6 @@ class Segments:
         lengths_R = starts_R.diff(append=starts_R.new_tensor([len(turns_N)]))
         return cls(lengths_R, len(turns_N), len(keys), unit_R)
 
-    def to(self, device: torch.device) -> Segments:
-        unit_R = None if self.unit_R is None else self.unit_R.to(device)
-        return Segments(self.lengths_R.to(device), self.tokens, self.units, unit_R)
-
     def sum(self, values_N: Tensor) -> Tensor:
         """[U], in the dtype of the values; added up pairwise or in float64."""
         wide_N = values_N

@@ -229,8 +229,8 @@ def make_targets(batch: Batch, anchor_N: torch.Tensor | None) -> Targets:
 
 
 def update(learner: Any, batch: Batch, targets: Targets) -> dict[str, float]:
-    """An update on a batch that every rank has."""
-    share = learner.part(batch)
+    """An update on a batch that is handed out by the driver."""
+    share = learner.split(batch if learner.is_driver else None)
     return learner.update(share, targets.rows(share.own))
 
 

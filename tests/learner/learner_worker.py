@@ -102,12 +102,7 @@ def build(job: Fields) -> Learner:
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
     learner = config.learner
     head = Precision(job.get("head", "bf16"))
-    model = Model.of(
-        job["hf"],
-        Layout.from_config(learner),
-        head,
-        Lora.of(learner.lora),
-    )
+    model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
     made = Learner(model, Sections.of(config), dumps)
     if not job.get("reads"):  # a run that goes on loads nothing else
         begin(made, job)
@@ -127,11 +122,7 @@ def train(learner: Learner, job: Fields) -> Fields:
     targets = make_targets(batch, before_N)
     steps = [update(learner, batch, targets) for _ in range(job.get("steps", 0))]
     after_N = learner.logprobs(batch) if steps else before_N
-    return {
-        "logprobs": before_N,
-        "after": after_N,
-        "steps": steps,
-    }
+    return {"logprobs": before_N, "after": after_N, "steps": steps}
 
 
 def aside(learner: Learner, job: Fields) -> Fields:

@@ -110,7 +110,7 @@ def _loss(logprobs_N: Tensor) -> Tensor:
     """The jobs' loss, by the formula that the learner has (tests/loss)."""
     batch = cases.make_batch()
     targets = cases.make_targets(batch, logprobs_N.detach())
-    counts_B = batch.responses.sum(batch.mask_N.double()).long()
+    counts_B = batch.responses.count(batch.mask_N)
     totals = count_totals(counts_B, batch.groups_B, 512)
     return policy_loss(logprobs_N, targets, LossConfig(), totals, CorrectionConfig())[0]
 

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from learner_cases import make_batch, tokens_of
 
 from megatron_rl.learner.modules.costs import attention_share, operations
-from megatron_rl.learner.modules.packing import (
-    Pack,
-    assign_rows,
-    costs_of,
-    micro_batches,
-    pack,
-)
+from megatron_rl.learner.modules.packing import Pack, assign_rows, costs_of, micro_batches, pack
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 

@@ -81,28 +81,24 @@ def scored(inputs: LossInputs, seed: int) -> Batch:
 
 
 def update(
-    batch: Batch,
-    pi_BT: torch.Tensor,
-    anchor_BT: torch.Tensor | None,
-    loss: LossConfig,
-    correction: CorrectionConfig,
-    advantage: AdvantageConfig,
+    config: Config, batch: Batch, pi_BT: torch.Tensor, anchored: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
     """Loss, gradient and metrics of a step in two micro-batches, and of its correction."""
-    config = Config(loss=loss, correction=correction, advantage=advantage)
-    anchor_N = None if anchor_BT is None else anchor_BT.flatten()
+    anchor_N = pi_BT.detach().flatten() if anchored else None
     step = Step.corrected(config, Share.alone(batch), 0, anchor_N)
     targets = step.targets(None)
-    counts_B = batch.responses.sum(targets.denominator_mask_N.double()).long()
+    counts_B = batch.responses.count(targets.denominator_mask_N)
     totals = count_totals(counts_B, batch.groups_B, pi_BT.shape[1])
     parts = [
-        policy_loss(pi_BT[rows].flatten(), targets.rows(rows), loss, totals, correction)
+        policy_loss(
+            pi_BT[rows].flatten(), targets.rows(rows), config.loss, totals, config.correction
+        )
         for rows in (torch.arange(half, len(batch), 2) for half in (0, 1))
     ]
     total = parts[0][0] + parts[1][0]
     (gradient,) = torch.autograd.grad(total, pi_BT)
     metrics = {name: float(parts[0][1][name] + parts[1][1][name]) for name in parts[0][1]}
-    if anchor_BT is None:
+    if not anchored:
         seen_B1 = targets.mask_N.view(pi_BT.shape).any(dim=1, keepdim=True)
         step = step.completed(pi_BT.detach().masked_fill(~seen_B1, math.nan).flatten())
     return total.detach(), gradient, metrics, step.correction.metrics
@@ -115,21 +111,22 @@ def test_the_same_update(loss: str, correction: str) -> None:
         inputs = example(seed, torch.float32)
         batch = scored(inputs, seed)
         pi_BT = inputs.logprobs_BT
-        given = (CONFIGS[loss], CORRECTIONS[correction], advantage)
-        value, gradient, metrics, _ = update(batch, pi_BT, pi_BT.detach(), *given)
-        own_value, own_gradient, own_metrics, measured = update(batch, pi_BT, None, *given)
+        config = Config(loss=CONFIGS[loss], correction=CORRECTIONS[correction], advantage=advantage)
+        value, gradient, metrics, _ = update(config, batch, pi_BT, True)
+        own_value, own_gradient, own_metrics, measured = update(config, batch, pi_BT, False)
         assert torch.equal(value, own_value)
         assert torch.equal(gradient, own_gradient)
         assert own_metrics == metrics
         moved |= bool(gradient.any())
         # rows that nothing is trained on (no score, a lone survivor) are not seen by the update
-        mask_N = correct(Share.alone(batch), None, *given[1:])[0].mask_N
+        given = config.correction, advantage
+        mask_N = correct(Share.alone(batch), None, *given)[0].mask_N
         seen_B = mask_N.view(pi_BT.shape).any(dim=1)
         if not seen_B.any():
             continue
         seen_N = batch.mask_N & batch.responses.at_tokens(seen_B)
         seen = Share.alone(replace(batch, mask_N=seen_N))
-        assert measured == correct(seen, pi_BT.detach().flatten(), *given[1:])[0].metrics
+        assert measured == correct(seen, pi_BT.detach().flatten(), *given)[0].metrics
     assert moved
 
 
