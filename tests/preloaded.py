@@ -249,7 +249,14 @@ def parents() -> Iterator[None]:
             ):
                 door.bind(f"{folder}/{kind}")
                 door.listen(64)
-                command = [sys.executable, "-W", "ignore", __file__, kind, str(door.fileno())]
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    kind,
+                    str(door.fileno()),
+                ]
                 parent = subprocess.Popen(
                     command, env=environment, pass_fds=[door.fileno()], stdout=log, stderr=log
                 )

@@ -127,9 +127,17 @@ def test_has_spread() -> None:
 
 
 def test_overlong_penalty() -> None:
-    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20)
+    found = overlong_penalty(
+        [10, 80, 85, 90, 100, 120],
+        max_tokens=100,
+        buffer=20,
+    )
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
-    assert overlong_penalty([100, 90], max_tokens=100, buffer=20).tolist() == [-1.0, -0.5]
+    assert overlong_penalty(
+        [100, 90],
+        max_tokens=100,
+        buffer=20,
+    ).tolist() == [-1.0, -0.5]
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
 
 
@@ -177,7 +185,11 @@ def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
 @pytest.mark.parametrize("estimator", list(Estimator))
 @given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6))
 def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
-    batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
+    batch = session_batch(
+        rewards,
+        [2] * len(rewards),
+        [[0.0] * 3] * len(rewards),
+    )
     expected = advantages(batch, estimator).repeat_interleave(3)
     assert torch.equal(by_turn(batch, estimator), expected)
     assert by_turn(batch, estimator, Credit.outcome) is None
@@ -206,7 +218,11 @@ def test_turns_of_equal_rewards_have_nothing_to_be_scaled_by():
 
 @pytest.mark.parametrize("rebaseline", [True, False])
 def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
-    batch = session_batch([0.0, 1.0, 1.0, 20.0], [1] * 4, [[0.5, 0.5, 0.5]] * 4)
+    batch = session_batch(
+        [0.0, 1.0, 1.0, 20.0],
+        [1] * 4,
+        [[0.5, 0.5, 0.5]] * 4,
+    )
     d_BT = torch.zeros(4, 3)
     d_BT[3] = 3.0
     rule = RejectRule(level="sequence", stat="ratio", reduce="mean", high=1.5)

@@ -126,7 +126,12 @@ def test_print_config_is_a_recipe(place: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "mine.yaml", "--dryrun"], ["toy", "folder", "a=b", "--c"], []]
+    "arguments",
+    [
+        ["train", "mine.yaml", "--dryrun"],
+        ["toy", "folder", "a=b", "--c"],
+        [],
+    ],
 )
 def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -23,7 +23,16 @@ def tables(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]]:
     lengths = draw(st.lists(st.integers(0, 6), max_size=6))
     value = st.floats(-100, 100, width=32)
     values = [draw(st.lists(value, min_size=one, max_size=one)) for one in lengths]
-    turns = [draw(st.lists(st.integers(-1, 2), min_size=one, max_size=one)) for one in lengths]
+    turns = [
+        draw(
+            st.lists(
+                st.integers(-1, 2),
+                min_size=one,
+                max_size=one,
+            )
+        )
+        for one in lengths
+    ]
     return values, turns
 
 
@@ -43,7 +52,12 @@ def test_rows(table: tuple[list[list[float]], list[list[int]]]) -> None:
     rows = rows_of(values)
     values_N = flat(values)
     sums = [math.fsum(row) for row in values]
-    torch.testing.assert_close(rows.sum(values_N), torch.tensor(sums), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        rows.sum(values_N),
+        torch.tensor(sums),
+        rtol=1e-6,
+        atol=1e-4,
+    )
     positive = [sum(one > 0 for one in row) for row in values]
     assert rows.count(values_N > 0).tolist() == positive
     for largest, pick in ((True, max), (False, min)):

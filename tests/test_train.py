@@ -102,8 +102,16 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(
     def fails(*_: Any) -> None:
         raise ArithmeticError
 
-    for name, part in (("Driver", "driver"), ("Learner", "learner"), ("WeightSync", "sync")):
-        monkeypatch.setattr(train, name, lambda *_, part=part, **__: Part(part, log))
+    for name, part in (
+        ("Driver", "driver"),
+        ("Learner", "learner"),
+        ("WeightSync", "sync"),
+    ):
+        monkeypatch.setattr(
+            train,
+            name,
+            lambda *_, part=part, **__: Part(part, log),
+        )
     for name in ("Model", "LearnerState", "Saver"):
         monkeypatch.setattr(train, name, mock.MagicMock())
     monkeypatch.setattr(train, "load_or_resume", lambda *_: (0, None))
@@ -128,7 +136,14 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     driver: Any = SimpleNamespace(recorder=recorder(), end_early=lambda *_: None)
     traced = learner(profiler=SimpleNamespace(step=lambda _: nullcontext()))
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
-    train.loop(Config(), joined(driver), traced, None, saver, Progress(after))
+    train.loop(
+        Config(),
+        joined(driver),
+        traced,
+        None,
+        saver,
+        Progress(after),
+    )
     assert kept == keeps
 
 
@@ -138,7 +153,12 @@ def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given
     driver._saves = SaveSchedule(CheckpointSection(every=1), None)
     driver._data = "rows"
     driver.position = 24  # behind the batch of step 2, which nothing was made of
-    about = driver.to_keep(Progress(1, position=16), {}, None, ending=True)
+    about = driver.to_keep(
+        Progress(1, position=16),
+        {},
+        None,
+        ending=True,
+    )
     assert about is not None and about["driver"]["position"] == 16
 
 
@@ -191,14 +211,30 @@ def test_when_to_evaluate_and_to_publish() -> None:
 
     def evaluated(every: int) -> list[int]:
         return [
-            step for step in range(8) if train.evaluate(step, 7, EvalSection(every=every), rank0)
+            step
+            for step in range(8)
+            if train.evaluate(
+                step,
+                7,
+                EvalSection(every=every),
+                rank0,
+            )
         ]
 
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
     section = SyncSection(every=3, verify_every=0)
     assert [
-        step for step in range(1, 8) if train.sync_weights(step, 7, section, rank0, rank, sync)
+        step
+        for step in range(1, 8)
+        if train.sync_weights(
+            step,
+            7,
+            section,
+            rank0,
+            rank,
+            sync,
+        )
     ] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]
@@ -231,9 +267,19 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     record = recorder(rollouts=lambda step, scored, **columns: written.update(columns))
     config = load(QUICKSTART, [f"correction={preset}"])
     scored = [Scored(answer(at), float(at)) for at in range(2)]
-    work = Step.corrected(config, Share.alone(collate(scored)), 9, torch.full((6,), -0.1))
+    work = Step.corrected(
+        config,
+        Share.alone(collate(scored)),
+        9,
+        torch.full((6,), -0.1),
+    )
     scorer = SimpleNamespace(whole=list, pieces=lambda one: [])
-    driver: Any = SimpleNamespace(_scored=scored, _scorer=scorer, _ordinals=(0, 1), recorder=record)
+    driver: Any = SimpleNamespace(
+        _scored=scored,
+        _scorer=scorer,
+        _ordinals=(0, 1),
+        recorder=record,
+    )
     Driver.record(driver, 10, work.recorded(), work.advantages_B)
     assert (written["prox_logprobs_N"] is None) == (preset == "bypass")
 

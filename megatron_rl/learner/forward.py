@@ -28,16 +28,10 @@ from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.head import Asked, Scores
 from megatron_rl.learner.modules.lora import adapters_off
 from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
-from megatron_rl.learner.modules.packing import (
-    Pack,
-    assign_rows,
-    costs_of,
-    micro_batches,
-    pack,
-)
+from megatron_rl.learner.modules.packing import Pack, costs_of, micro_batches, pack
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
-from megatron_rl.learner.shares import About, DataPlane, minibatches
+from megatron_rl.learner.shares import About, DataPlane, minibatches, rows_of_replicas
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.heartbeat import mark
@@ -139,16 +133,9 @@ class ForwardPasses(Policy):
         return Share(mine, about.table, rows_of, self.ranks.replicas, parts)
 
     def _assign(self, about: About, updates: int, seed: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of each replica, and of each update; replicas have like shares of every update."""
+        """Rows of each replica, and of each update."""
         parts = minibatches(about.table.groups_B, updates, seed)
-        costs = costs_of(about.table.lengths_B.tolist(), self._attention)
-        trained = about.trained_B.tolist()
-        rows_of: list[list[int]] = [[] for _ in range(self.layout.dp)]
-        for part in parts:
-            assigned = assign_rows(part.tolist(), costs, trained, self.layout.dp)
-            for rows, more in zip(rows_of, assigned, strict=True):
-                rows += more
-        return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in rows_of], parts
+        return rows_of_replicas(about, parts, self.layout.dp, self._attention), parts
 
     # logprobs: float32 at rollout.temperature, of the replica's response tokens; of a batch that
     # every rank has, of all its response tokens

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.batch import Batch, Rows, Share, Table, places_of
+from megatron_rl.learner.modules.packing import assign_rows, costs_of
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
@@ -65,6 +66,21 @@ class About:
         if name.endswith("_N"):
             return self.table.response_lengths_B
         return self.table.lengths_B
+
+
+def rows_of_replicas(
+    about: About, parts: Sequence[Tensor], replicas: int, attention: float
+) -> list[Tensor]:
+    """Rows of each replica: a like share of every update. `attention`: see `costs_of`."""
+    costs = costs_of(about.table.lengths_B.tolist(), attention)
+    trained = about.trained_B.tolist()
+    rows_of: list[list[int]] = [[] for _ in range(replicas)]
+    for part in parts:
+        for rows, more in zip(
+            rows_of, assign_rows(part.tolist(), costs, trained, replicas), strict=True
+        ):
+            rows += more
+    return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in rows_of]
 
 
 class DataPlane:

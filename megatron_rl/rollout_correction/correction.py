@@ -33,12 +33,7 @@ from megatron_rl.config.schema import (
     Stat,
 )
 from megatron_rl.config.shape import sound
-from megatron_rl.rollout_correction.metrics import (
-    PREFIX,
-    MismatchSums,
-    WeightSums,
-    weight_metrics,
-)
+from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, Sums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, log_ratio
 from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
 from megatron_rl.rollout_correction.weights import (
@@ -147,61 +142,72 @@ def rollout_correction(
     """
     replicas = replicas or OneReplica()
     _check(batch, prox_logprobs_N, config)
-    mask_N = batch.mask_N
+    if prox_logprobs_N is None:
+        return _without_prox(batch, config, replicas, judge)
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     unconditional = [rule for rule in rules if rule.when is None]
-    kept_N = torch.empty_like(mask_N)
-    stays_N = torch.empty_like(mask_N)
+    kept_N = torch.empty_like(batch.mask_N)
+    stays_N = torch.empty_like(kept_N)
+    weights_N = torch.empty(kept_N.shape, dtype=torch.float32)  # holds d until they are known
     mismatch = MismatchSums()
-    weights_N = torch.empty(mask_N.shape, dtype=torch.float32)  # holds d until they are known
     parts = []
     for part in _parts(batch, prox_logprobs_N, config, weights_N):
         ratio = part.ratio
         stays_N[part.tokens] = kept_part_N = ratio.stays_N
-        if prox_logprobs_N is not None:
-            for rule in unconditional:
-                if rule.budget is None:
-                    kept_part_N = kept_part_N & ~violations(rule, ratio)
-            mismatch.count(ratio)
-        else:
-            mismatch.add(sampler_faults=ratio.sampler_faults)
+        for rule in unconditional:
+            if rule.budget is None:
+                kept_part_N = kept_part_N & ~violations(rule, ratio)
         kept_N[part.tokens] = kept_part_N
+        mismatch.count(ratio)
         parts.append(replace(part, ratio=replace(ratio)))  # without what it has derived
+    _apply_budgets(parts, kept_N, unconditional, replicas)
     cap = config.weight.high
-    if prox_logprobs_N is not None:
-        _apply_budgets(parts, kept_N, unconditional, replicas)
-        if config.weight.target_ess is not None:
-            cap = _solved_cap(parts, kept_N, config, replicas)
-    responses = batch.responses
-    had_B = responses.count(mask_N) > 0
-    rejected_B = had_B & (responses.count(kept_N) == 0)
-    advantages_B = torch.ones(len(batch))
-    if judge is not None:
-        # with `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
-        # (truncated responses under reward.overlong_filter); later departures still count
-        counted_B = had_B & ~rejected_B if config.rebaseline else torch.ones_like(had_B)
-        advantages_B, keep_B = judge(counted_B)
-        kept_N &= responses.at_tokens(keep_B)
-    if prox_logprobs_N is None:
-        for part in parts:
-            counted_N = part.ratio.counted_N & kept_N[part.tokens]
-            weights_N[part.tokens] = as_float(counted_N)
-        faults = mismatch.reduced(replicas)["sampler_faults"]
-        metrics = {PREFIX + "non_finite_sampler": faults}
-    else:
-        _apply_conditional(parts, kept_N, rules, advantages_B)
-        metrics = mismatch.metrics(replicas)
-        metrics |= _weigh(parts, kept_N, weights_N, advantages_B, cap, config, replicas)
+    if config.weight.target_ess is not None:
+        cap = _solved_cap(parts, kept_N, config, replicas)
+    rejected_B, advantages_B = _judged(batch, kept_N, config, judge)
+    _apply_conditional(parts, kept_N, rules, advantages_B)
+    metrics = mismatch.metrics(replicas)
+    metrics |= _weigh(parts, kept_N, weights_N, advantages_B, cap, config, replicas)
+    counted_N = kept_N.clone() if config.renormalize else stays_N
     return Correction(
-        weights_N,
-        kept_N,
-        kept_N.clone() if config.renormalize else stays_N,
-        metrics,
-        rejected_B,
-        advantages_B,
-        prox_logprobs_N,
-        cap,
+        weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, prox_logprobs_N, cap
     )
+
+
+def _without_prox(
+    batch: Batch, config: CorrectionConfig, replicas: Replicas, judge: Judge | None
+) -> Correction:
+    """Masks non-finite logprobs of the sampler; the loss does the rest."""
+    stays_N = torch.empty_like(batch.mask_N)
+    weights_N = torch.empty(stays_N.shape, dtype=torch.float32)
+    faults = Sums()
+    for part in _parts(batch, None, config, weights_N):
+        stays_N[part.tokens] = part.ratio.stays_N
+        weights_N[part.tokens] = as_float(part.ratio.counted_N)
+        faults.add(sampler=part.ratio.sampler_faults)
+    kept_N = stays_N.clone()
+    rejected_B, advantages_B = _judged(batch, kept_N, config, judge)
+    weights_N.masked_fill_(~kept_N, 0.0)
+    metrics = {PREFIX + "non_finite_sampler": faults.reduced(replicas)["sampler"]}
+    counted_N = kept_N.clone() if config.renormalize else stays_N
+    return Correction(weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, None)
+
+
+def _judged(
+    batch: Batch, kept_N: Tensor, config: CorrectionConfig, judge: Judge | None
+) -> tuple[Tensor, Tensor]:
+    """Rows that the rules rejected, and advantages. Rows without one are taken out of `kept_N`."""
+    rows = batch.responses
+    had_B = rows.count(batch.mask_N) > 0
+    rejected_B = had_B & (rows.count(kept_N) == 0)
+    if judge is None:
+        return rejected_B, torch.ones(len(batch))
+    # with `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
+    # (truncated responses under reward.overlong_filter); later departures still count
+    counted_B = had_B & ~rejected_B if config.rebaseline else torch.ones_like(had_B)
+    advantages_B, keep_B = judge(counted_B)
+    kept_N &= rows.at_tokens(keep_B)
+    return rejected_B, advantages_B
 
 
 def _parts(
@@ -328,7 +334,7 @@ def _weigh(
         if total:
             scale = count / total
             weights_N.div_(total / count)
-    metrics = weight_metrics(found, scale)
+    metrics = applied.metrics(found, scale)
     if weight.target_ess is not None and cap is not None:
         metrics[PREFIX + "cap"] = cap
     return metrics

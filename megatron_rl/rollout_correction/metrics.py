@@ -270,27 +270,27 @@ class WeightSums(Sums):
             raw_returns=torch.dot(raw_B.double(), advantages),
         )
 
-
-def weight_metrics(found: Mapping[str, float], scale: float) -> dict[str, float]:
-    """Metrics of reduced `WeightSums`; `scale`: what the weights were multiplied by after that."""
-    n = found["n"]
-    mean = _ratio(found["weight"], n)
-    variance = max(0.0, _ratio(found["weight weight"], n) - mean * mean)
-    metrics = {
-        "rollout_is_mean": scale * mean,
-        "rollout_is_std": scale * math.sqrt(variance),
-        "rollout_is_min": scale * -found["minus_low"] if n else 0.0,
-        "rollout_is_max": scale * found["high"] if n else 0.0,
-        "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, found["weight weight"])),
-        "rollout_is_ratio_fraction_high": _ratio(found["above"], found["units"]),
-        "rollout_is_ratio_fraction_low": _ratio(found["below"], found["units"]),
-        "rollout_rs_masked_fraction": _ratio(
-            found["before_tokens"] - found["kept_tokens"], found["before_tokens"]
-        ),
-        "rollout_rs_seq_masked_fraction": _ratio(found["touched_rows"], found["before_rows"]),
-    }
-    metrics |= _cost_of_bounds(found, scale)
-    return {PREFIX + name: value for name, value in metrics.items()}
+    @staticmethod
+    def metrics(found: Mapping[str, float], scale: float) -> dict[str, float]:
+        """Metrics of reduced sums; `scale`: what the weights were multiplied by after that."""
+        n = found["n"]
+        mean = _ratio(found["weight"], n)
+        variance = max(0.0, _ratio(found["weight weight"], n) - mean * mean)
+        metrics = {
+            "rollout_is_mean": scale * mean,
+            "rollout_is_std": scale * math.sqrt(variance),
+            "rollout_is_min": scale * -found["minus_low"] if n else 0.0,
+            "rollout_is_max": scale * found["high"] if n else 0.0,
+            "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, found["weight weight"])),
+            "rollout_is_ratio_fraction_high": _ratio(found["above"], found["units"]),
+            "rollout_is_ratio_fraction_low": _ratio(found["below"], found["units"]),
+            "rollout_rs_masked_fraction": _ratio(
+                found["before_tokens"] - found["kept_tokens"], found["before_tokens"]
+            ),
+            "rollout_rs_seq_masked_fraction": _ratio(found["touched_rows"], found["before_rows"]),
+        }
+        metrics |= _cost_of_bounds(found, scale)
+        return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def _cost_of_bounds(found: Mapping[str, float], scale: float) -> dict[str, float]:

@@ -118,7 +118,12 @@ class Played:
     def play(self, *rows: dict[str, Any], samples: int = 1) -> list[list[Rollout]]:
         """The sessions of each row, one group each."""
         prompts = [
-            Prompt(number, (1, 2), "", {"prompt": "What is 12 + 30?", "answer": "42", **row})
+            Prompt(
+                number,
+                (1, 2),
+                "",
+                {"prompt": "What is 12 + 30?", "answer": "42", **row},
+            )
             for number, row in enumerate(rows or ({},))
         ]
         params = SamplingParams(samples=samples, max_tokens=self.params.max_tokens)

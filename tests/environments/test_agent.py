@@ -307,7 +307,11 @@ def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(
     with Played(tmp_path, lambda *_: written, f"{HERE}:agent") as played:
         asked = Asked(played)
         client = OpenAI(base_url=asked.url, api_key=asked.key)
-        made = client.chat.completions.create(model="policy", stop=stop, messages=HELLO["messages"])
+        made = client.chat.completions.create(
+            model="policy",
+            stop=stop,
+            messages=HELLO["messages"],
+        )
         choice = made.choices[0]
         assert (choice.message.content, choice.finish_reason) == (content, "stop")
         messages = [
@@ -360,7 +364,14 @@ def test_tool_calls_go_out_and_come_back(asked: Asked) -> None:
         "add",
         {"a": 12, "b": 30},
     )
-    messages += [choice["message"], {"role": "tool", "tool_call_id": made["id"], "content": "42"}]
+    messages += [
+        choice["message"],
+        {
+            "role": "tool",
+            "tool_call_id": made["id"],
+            "content": "42",
+        },
+    ]
     assert asked({"messages": messages, "tools": TOOLS, "max_tokens": 8})[0] == 200
     (row,) = asked.policy.transcript.conversation.rows()  # it goes on behind the exact tokens
     assert sorted(set(row.turns)) == [-1, 0, 1]

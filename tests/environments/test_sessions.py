@@ -312,9 +312,17 @@ def test_closing_ends_whoever_waits_for_sessions(tmp_path: Path) -> None:
 
 
 def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
-    with Played(tmp_path, lambda *_: call("add", a=1), turns=3) as played:
+    with Played(
+        tmp_path,
+        lambda *_: call("add", a=1),
+        turns=3,
+    ) as played:
         ((rollout,),) = played.play()
-    assert (rollout.session.end, len(rollout.session.turns), rollout.session.reward) == (
+    assert (
+        rollout.session.end,
+        len(rollout.session.turns),
+        rollout.session.reward,
+    ) == (
         "turns",
         3,
         None,

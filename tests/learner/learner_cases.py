@@ -121,7 +121,12 @@ def make_batch(rows: int = 14) -> Batch:
     responses_B[0] = 30
     responses_B[3] = 0
     lengths_B = prompts_B + responses_B
-    tokens_BS = torch.randint(1, VOCAB, (rows, int(lengths_B.max())), generator=random)
+    tokens_BS = torch.randint(
+        1,
+        VOCAB,
+        (rows, int(lengths_B.max())),
+        generator=random,
+    )
     sampler_BT = -3 * torch.rand(rows, int(responses_B.max()), generator=random)
     return Batch(
         prompt_lengths_B=prompts_B,

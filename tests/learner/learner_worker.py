@@ -102,7 +102,12 @@ def build(job: Fields) -> Learner:
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
     learner = config.learner
     head = Precision(job.get("head", "bf16"))
-    model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
+    model = Model.of(
+        job["hf"],
+        Layout.from_config(learner),
+        head,
+        Lora.of(learner.lora),
+    )
     made = Learner(model, Sections.of(config), dumps)
     if not job.get("reads"):  # a run that goes on loads nothing else
         begin(made, job)

@@ -63,7 +63,11 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     here = targets.rows(rows)
     for name in ("turns", "responses"):
         # without what they have derived
-        _check_moved(vars(moved).pop(name), replace(getattr(here, name)), ())
+        _check_moved(
+            vars(moved).pop(name),
+            replace(getattr(here, name)),
+            (),
+        )
     _check_moved(moved, targets.rows(rows), ())
     answers = batch.turns_N.split(batch.response_lengths_B.tolist())
     assert torch.equal(here.turns_N, torch.cat([answers[row] for row in rows]))

@@ -28,7 +28,17 @@ def _plan(
     # nothing is trained on in some rows
     trained = [length % 3 > 0 for length in lengths]
     rows_of = assign_rows(range(len(lengths)), costs, trained, replicas)
-    return [micro_batches(rows_of, one, lengths, costs, budget, **how) for one in range(replicas)]
+    return [
+        micro_batches(
+            rows_of,
+            one,
+            lengths,
+            costs,
+            budget,
+            **how,
+        )
+        for one in range(replicas)
+    ]
 
 
 @settings(deadline=None)

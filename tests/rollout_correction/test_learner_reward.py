@@ -34,7 +34,12 @@ def test_by_hand() -> None:
     )
     mask_N = torch.tensor([True] * 5 + [False])
     rewards_B = torch.tensor([1.0, 0.0, 3.0])
-    found = learner_reward(rewards_B, d_BT - 1, torch.full((3, 2), -1.0), mask_N=mask_N)
+    found = learner_reward(
+        rewards_B,
+        d_BT - 1,
+        torch.full((3, 2), -1.0),
+        mask_N=mask_N,
+    )
     estimate = (2 * 1 + 0.5 * 0 + 1 * 3) / 3.5
     errors = [
         2 * (1 - estimate),

@@ -285,4 +285,9 @@ def test_a_long_turn_is_summed_as_its_row_is() -> None:
     generator = torch.Generator().manual_seed(0)
     d_BT = 0.05 * torch.randn(2, 50_000, generator=generator)
     found = segments(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT.flatten())
-    torch.testing.assert_close(found.double(), d_BT.double().sum(dim=1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(),
+        d_BT.double().sum(dim=1),
+        rtol=1e-6,
+        atol=1e-6,
+    )

@@ -154,7 +154,14 @@ def far_from_bounds(batch: Batch, config: CorrectionConfig) -> bool:
     """Return true if no verdict depends on the last bits of d."""
     prox_BT, mu_BT, mask_BT = batch
     verdicts = [
-        run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT
+        run(
+            (
+                prox_BT * (1 + sign * 1e-6) + sign * 1e-6,
+                mu_BT,
+                mask_BT,
+            ),
+            config,
+        ).mask_BT
         for sign in (-1.0, 1.0)
     ]
     return torch.equal(*verdicts)
@@ -386,7 +393,11 @@ def test_every_loss_survives_every_non_finite_policy() -> None:
         config = CorrectionConfig(non_finite=policy)
         found = run((prox_BT, mu_BT, mask_BT), config)
         assert found.mask_BT.any(), policy
-        inputs = loss_inputs((prox_BT, mu_BT, mask_BT), found, torch.linspace(-1, 1, 6))
+        inputs = loss_inputs(
+            (prox_BT, mu_BT, mask_BT),
+            found,
+            torch.linspace(-1, 1, 6),
+        )
         pi_BT = clean_pi_BT.masked_fill(~mask_BT, math.nan).requires_grad_()
         inputs = replace(inputs, logprobs_BT=pi_BT)
         loss, metrics = policy_loss(inputs, LossConfig(name=name))

@@ -128,7 +128,11 @@ def shared(batch: Batch, replicas: Threads) -> Share:
     if replicas.count == 1:
         owners_B = torch.zeros_like(rows)
     else:
-        owners_B = torch.where(rows == 7, replicas.count - 1, rows * 5 % 7 % (replicas.count - 1))
+        owners_B = torch.where(
+            rows == 7,
+            replicas.count - 1,
+            rows * 5 % 7 % (replicas.count - 1),
+        )
     rows_of = [(owners_B == place).nonzero().flatten() for place in range(replicas.count)]
     return Share(batch.rows(rows_of[replicas.place]), batch.table, rows_of, replicas)
 

@@ -80,7 +80,11 @@ def test_which_tokens_are_too_old(config: CorrectionConfig, kept: str) -> None:
 
 
 def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
-    batch, _ = without_stale(replace(aged(), versions_N=None), stale(high=1), version=5)
+    batch, _ = without_stale(
+        replace(aged(), versions_N=None),
+        stale(high=1),
+        version=5,
+    )
     assert batch.mask_N.view(4, 4).any(dim=1).tolist() == [False, True, False, True]
 
 

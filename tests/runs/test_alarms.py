@@ -161,7 +161,14 @@ def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     ):
         (watch,) = (one for one in Alarms({}, formats)._watches if one.alarm == Alarm.mismatch)
         assert watch.bound == bound
-    assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
+    assert (
+        bound_of(
+            RULES[Alarm.mismatch],
+            AlarmSetting(bound=0.5),
+            [Format.none],
+        )
+        == 0.5
+    )
 
 
 def test_responses_of_the_data_set_have_three_alarms() -> None:
@@ -347,7 +354,11 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
 
 
 def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
-    run = recorded(tmp_path, [{ESS: 0.4}] * 20, Alarms({"ess": "stop"}))
+    run = recorded(
+        tmp_path,
+        [{ESS: 0.4}] * 20,
+        Alarms({"ess": "stop"}),
+    )
     status = read_status(run)
     assert (status["state"], status["step"]) == ("stopped", 5)
     assert "alarm ess: 0.4" in status["reason"]

@@ -64,7 +64,12 @@ def test_a_writer_that_is_stopped_holds_up_nobody(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "left"), [("finished", None), ("stopped", None), ("failed", STUCK)]
+    ("state", "left"),
+    [
+        ("finished", None),
+        ("stopped", None),
+        ("failed", STUCK),
+    ],
 )
 def test_who_ends_well_was_held_up_by_nobody(
     run: Path, state: str, left: dict[str, str] | None

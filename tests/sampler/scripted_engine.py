@@ -88,7 +88,12 @@ class ScriptedEngine:
         if self.version != began:  # the update came after the first token
             spans = (began, 1), (self.version, len(drawn) - 1)
         ids, logprobs = zip(*drawn, strict=True)
-        return Completion(array("i", ids), array("f", logprobs), "stop", self.lie or spans)
+        return Completion(
+            array("i", ids),
+            array("f", logprobs),
+            "stop",
+            self.lie or spans,
+        )
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
         if step in self.fails and not (step == "finish" and self.loads_first):

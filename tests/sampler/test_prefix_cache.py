@@ -40,7 +40,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def ask(live: Live) -> list[Rollout]:
-    return live.sampler.generate([PROMPT], PARAMS, seed=3, first_group=0, step=0)
+    return live.sampler.generate(
+        [PROMPT],
+        PARAMS,
+        seed=3,
+        first_group=0,
+        step=0,
+    )
 
 
 def prefilled(live: Live) -> int:

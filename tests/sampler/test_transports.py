@@ -136,7 +136,11 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     state.init_info = worker_init_payload(CheckedNCCL.init_info_cls(rank_offset=1, **shared))
     told = [state.init_of(Replica("", Format.none, None, before))["init_info"] for before in (0, 2)]
     assert [CheckedNCCL.init_info_cls(**one).rank_offset for one in told] == [1, 3]
-    named = {"names": ["w"], "dtype_names": ["int8"], "shapes": [[2, 3]]}
+    named = {
+        "names": ["w"],
+        "dtype_names": ["int8"],
+        "shapes": [[2, 3]],
+    }
     handle = torch.Tensor, torch.Size([6]), (1,), 0, torch.int8, b"h" * 64, None, True
     packed = named | {"ipc_handles": wire.encode_handles({"GPU-1": handle}), "tensor_sizes": [6]}
     announced = wire.Announcement(
