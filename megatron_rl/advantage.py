@@ -91,7 +91,7 @@ def turn_advantages(
     if batch.credit_N is None or credit == Credit.outcome:
         return None
     if credit == Credit.environment:
-        return batch.credit_BT
+        return batch.matrix(batch.credit_N)
     assert batch.samples_B is not None
     counted_B = torch.isfinite(batch.rewards_B) & keep_B
     stands_B = counted_B & (

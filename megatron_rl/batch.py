@@ -149,12 +149,6 @@ class Batch(Sequences):
         return self.matrix(self.sampler_logprobs_N)
 
     @property
-    def versions_BT(self) -> Tensor | None:
-        if self.versions_N is None:
-            return None
-        return self.matrix(self.versions_N).long()
-
-    @property
     def token_versions_BT(self) -> Tensor:
         if self.versions_N is not None:
             return self.matrix(self.versions_N).long()
@@ -167,12 +161,6 @@ class Batch(Sequences):
         if self.turns_N is None:
             return None
         return self.matrix(self.turns_N, -1).long()
-
-    @property
-    def credit_BT(self) -> Tensor | None:
-        if self.credit_N is None:
-            return None
-        return self.matrix(self.credit_N)
 
 
 def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
