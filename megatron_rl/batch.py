@@ -218,10 +218,6 @@ class Share:
         all_B[self.own] = values_B.double()
         return self.replicas.sum(all_B).to(values_B.dtype)
 
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """Of these rows of the table the replica's, by their places in `batch`."""
-        return torch.isin(self.own, rows).nonzero().flatten()
-
 
 def collate(scored: Sequence[Scored]) -> Batch:
     """Rows of one batch."""

@@ -20,7 +20,7 @@ from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_
 from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
 from megatron_rl.runs.causes import write_end
-from megatron_rl.runs.run_dir import LAUNCHER
+from megatron_rl.runs.run_dir import LAUNCHER, RunDir
 from megatron_rl.survival.attempts import REFUSED
 from megatron_rl.survival.watch import RankWatch
 
@@ -77,8 +77,8 @@ def run_rank(config: Config, run_dir: Path) -> None:
         host.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
     except Exception as error:
-        if scratch := current():  # which the launcher reads
-            write_end(scratch, rank, error)
+        logs = RunDir(run_dir).logs
+        write_end((current() or logs, logs), rank, error)  # for the launcher
         raise
     finally:
         heartbeat.end()

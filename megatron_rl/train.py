@@ -139,7 +139,8 @@ def loop(
         stop = str(given_up)
         with rank0.phase("checkpoint"):
             saver.close()
-            if at.step > 0 and saver.newest != at.step:
+            # rank 0 knows: its folder's name may have failed where the other ranks' part did not
+            if rank0.ask(lambda _: at.step > 0 and saver.newest != at.step):
                 save_if_due(at, {}, True, rank0, saver)
     saver.close()
     if stop:
@@ -151,8 +152,8 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     step = at.step + 1
     with rank0.phase("rollout"):
         drawn = rank0.ask(lambda driver: driver.collect(step))
-        batch = rank0.only(Driver.take_batch)
-        share = learner.split(batch, config.learner.n_minibatches, f"{config.run.seed}/{step}")
+        seed = f"{config.run.seed}/{step}"
+        share = learner.split(rank0.only(Driver.take_batch), config.learner.n_minibatches, seed)
     with rank0.phase("prox"):
         anchor_N = anchor_logprobs(learner, share, config)
         reference_N = learner.reference_logprobs(share) if config.loss.needs_reference else None
@@ -168,14 +169,15 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
         updates = combine([learner.update(share, targets, rows) for rows in share.minibatches])
         if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed())
-    with rank0.phase("record"):
+    with rank0.phase("correction"):
         work = work.completed(learner.take_own_logprobs())
+        seen = at.seen.after(share)
+        line = drawn | work.metrics() | updates | seen.metrics(share, step)
+    with rank0.phase("record"):
         columns = {}
         if due(step, config.log.record_every):
             columns = learner.plane.collect(share, work.recorded())
         rank0.only(lambda driver: driver.record(step, columns, work.advantages_B))
-    seen = at.seen.after(share)
-    line = drawn | work.metrics() | updates | seen.metrics(share, step)
     position = rank0.only(lambda driver: driver.position)
     return Progress(step, seen, position, line=line)
 

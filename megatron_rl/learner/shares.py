@@ -224,7 +224,7 @@ class DataPlane:
             if self._ranks.rank not in (0, speaker):
                 continue
             start = 0
-            for piece in _pieces(rows, sizes_B, column[:1].nbytes):
+            for piece in _pieces(rows, sizes_B, column.element_size() * prod(column.shape[1:])):
                 end = start + int(sizes_B[piece].sum())
                 data = torch.empty(end - start, *column.shape[1:], dtype=column.dtype)
                 if self._ranks.rank == speaker:

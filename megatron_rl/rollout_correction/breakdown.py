@@ -234,7 +234,7 @@ class _Tokens:
                 torch.bincount(bucket[inside], weights=one[inside], minlength=len(names))
                 for one in values
             ]
-        )
+        ).double()  # int64 where there is no token
         found = []
         for label, (tokens, *totals) in zip(
             names, self.replicas.sum(sums).t().tolist(), strict=True

@@ -2,8 +2,8 @@
 
 An exception of this project carries its advice as `hint`, and as `process` the one that failed,
 where that is another. For others a table by type has the advice. A rank that fails writes its cause
-to `rank_N.end.json` in the run's temporary folder, for the launcher: its own may be full, read-only
-or gone.
+to `rank_N.end.json` for the launcher, in the run's temporary folder or, where that is full or
+read-only, beside the logs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -145,19 +145,21 @@ def of_exit(code: int, process: str, log: str, out_of_memory: bool = False) -> C
     return Cause(signal_name(-code), process, log=log, advice=advice)
 
 
-def write_end(folder: Path, rank: int, error: BaseException) -> None:
-    """The last words of a rank that an exception has ended."""
+def write_end(folders: Sequence[Path], rank: int, error: BaseException) -> None:
+    """The last words of a rank that an exception has ended, in the first folder that takes them."""
     cause = of_error(error, f"rank {rank}")
     content = {"reason": f"{type(error).__name__}: {error}", "cause": cause.as_fields()}
-    with suppress(OSError):  # its log has the traceback
-        _end_of(folder, rank).write_text(json.dumps(content), encoding="utf-8")
+    for folder in folders:
+        with suppress(OSError):  # its log has the traceback
+            _end_of(folder, rank).write_text(json.dumps(content), encoding="utf-8")
+            return
 
 
 def read_end(
-    folder: Path, log: Path, rank: int, code: int, out_of_memory: bool
+    folders: Sequence[Path], log: Path, rank: int, code: int, out_of_memory: bool
 ) -> tuple[str, Cause]:
     """Read why a rank has ended: its recorded cause, else its exit status."""
-    if code > 0:
+    for folder in folders if code > 0 else ():
         with suppress(OSError, ValueError):
             found = read_json(_end_of(folder, rank))
             if cause := Cause.read(found.get("cause")):

@@ -297,7 +297,8 @@ class RankProcesses:
         for rank in self._failed:
             code = self._processes[rank].returncode
             log = self.log_of(rank)
-            reason, cause = read_end(self._scratch, log, rank, code, out_of_memory)
+            folders = (self._scratch, self._run.logs)
+            reason, cause = read_end(folders, log, rank, code, out_of_memory)
             cause = replace(cause, phase=phase_of(self._run.path, rank))
             found.append(Failure(rank, f"rank {rank}: {reason}", cause))
         for one in found:

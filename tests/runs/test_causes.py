@@ -73,13 +73,14 @@ def test_a_process_that_left_no_word() -> None:
 
 
 def test_the_last_words_of_a_rank(tmp_path: Path) -> None:
-    write_end(tmp_path, 1, NonFiniteError("loss is nan"))
+    folders = [tmp_path / "gone", tmp_path]
+    write_end(folders, 1, NonFiniteError("loss is nan"))
     log = tmp_path / "rank_1.log"
-    reason, cause = read_end(tmp_path, log, 1, 1, False)
+    reason, cause = read_end(folders, log, 1, 1, False)
     assert (reason, cause.advice) == ("NonFiniteError: loss is nan", NonFiniteError.hint)
     assert cause.log == os.fspath(log)
-    assert read_end(tmp_path, log, 1, -signal.SIGKILL, False)[1].name == "SIGKILL"
-    assert read_end(tmp_path, log, 0, 1, False)[0] == "exit status 1"
+    assert read_end(folders, log, 1, -signal.SIGKILL, False)[1].name == "SIGKILL"
+    assert read_end(folders, log, 0, 1, False)[0] == "exit status 1"
 
 
 ADVICE = [

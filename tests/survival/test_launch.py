@@ -70,7 +70,7 @@ if rank == "1":
 else:
     time.sleep(0.3)
     error = RuntimeError("Connection closed by peer [127.0.0.1]:1")
-write_end(Path(os.environ["TMPDIR"]), int(rank), error)
+write_end([Path(os.environ["TMPDIR"])], int(rank), error)
 print("the last line", file=sys.stderr)
 sys.exit(1)
 """
