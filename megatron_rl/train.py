@@ -152,8 +152,9 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     step = at.step + 1
     with rank0.phase("rollout"):
         drawn = rank0.ask(lambda driver: driver.collect(step))
-        seed = f"{config.run.seed}/{step}"
-        share = learner.split(rank0.only(Driver.take_batch), config.learner.n_minibatches, seed)
+        share = learner.split(
+            rank0.only(Driver.take_batch), config.learner.n_minibatches, f"{config.run.seed}/{step}"
+        )
     with rank0.phase("prox"):
         anchor_N = anchor_logprobs(learner, share, config)
         reference_N = learner.reference_logprobs(share) if config.loss.needs_reference else None

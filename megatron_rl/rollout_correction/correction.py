@@ -142,6 +142,8 @@ def rollout_correction(
     """
     replicas = replicas or OneReplica()
     _check(batch, prox_logprobs_N, config)
+    if config.non_finite == NonFinite.raise_:
+        _refuse_faults(batch, replicas)
     if prox_logprobs_N is None:
         return _without_prox(batch, config, replicas, judge)
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
@@ -355,16 +357,11 @@ def correct_micro_batch(
     """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits
     for a device.
     """
-    # faults of the sampler that are to raise have done so before the update
-    if config.non_finite == NonFinite.raise_:
-        policy = NonFinite.drop
-    else:
-        policy = config.non_finite
     ratio = exact_log_ratio(
         prox_N,
         targets.sampler_logprobs_N,
         targets.mask_N,
-        policy,
+        config.non_finite,
         targets.responses,
         targets.turns,
         torch.empty_like(targets.mask_N, dtype=torch.float32),
@@ -410,6 +407,23 @@ def without_stale(
         young_N = young_N & ~violations(rule, ages)
     rejected = 1.0 - int(young_N.sum()) / max(1, int(mask_N.sum()))
     return replace(batch, mask_N=young_N), {PREFIX + "stale_masked_fraction": rejected}
+
+
+def _refuse_faults(batch: Batch, replicas: Replicas) -> None:
+    """Raise, on every replica, where the sampler has reported no logprob of a token."""
+    faulty_N = batch.mask_N & ~torch.isfinite(batch.sampler_logprobs_N)
+    faults = int(replicas.sum(faulty_N.sum()))
+    if not faults:
+        return
+    first = ""
+    for place in faulty_N.nonzero().flatten().tolist()[:1]:
+        value = float(batch.sampler_logprobs_N[place])
+        at = int(batch.responses.place_N[place])
+        first = f"; one is {value} at position {at} of a response"
+    raise ValueError(
+        f"{faults} of the sampler's logprobs are NaN or infinite{first}; correction.non_finite: "
+        "raise stops here, drop, one, zero or reject go on"
+    )
 
 
 def _check(batch: Batch, prox_logprobs_N: Tensor | None, config: CorrectionConfig) -> None:

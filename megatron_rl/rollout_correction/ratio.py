@@ -198,21 +198,12 @@ def exact_log_ratio(
     turns: Segments | None,
     out_N: Tensor,
 ) -> LogRatio:
-    """The log-ratio of rows that may hold anything. Waits for the device if `policy` may raise."""
+    """The log-ratio of rows that may hold anything. Never waits for a device."""
     d_N = difference(prox_logprobs_N, sampler_logprobs_N, out_N)
     sampler_N = mask_N & ~torch.isfinite(sampler_logprobs_N)
     # two finite logprobs too far apart for any sum of them form no ratio either
     usable_N = d_N.abs() < LARGEST_DIFFERENCE
     learner_N = mask_N & (~torch.isfinite(prox_logprobs_N) | (~sampler_N & ~usable_N))
-    faults = sampler_N.sum()
-    if policy == NonFinite.raise_ and faults:
-        place = int(sampler_N.nonzero()[0])
-        raise ValueError(
-            f"the sampler's logprob is {float(sampler_logprobs_N[place])} at position "
-            f"{int(rows.place_N[place])} of a response, and {int(faults)} are NaN or infinite "
-            f"among these {rows.units} rows; correction.non_finite: raise stops here, drop, one, "
-            "zero or reject go on"
-        )
     stays_N = mask_N & ~learner_N
     one_N = None
     counted_N = stays_N
@@ -233,7 +224,7 @@ def exact_log_ratio(
         rows,
         turns,
         one_N,
-        faults,
+        sampler_N.sum(),
         learner_N.sum(),
         prox_logprobs_N.float().nan_to_num(0.0, 0.0, 0.0),
     )
