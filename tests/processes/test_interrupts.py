@@ -24,6 +24,8 @@ STATUS = "-m megatron_rl.cli status RUN"
 )
 def test_an_interrupted_import(tmp_path: Path, module: str, text: str, words: str) -> None:
     (tmp_path / f"{module}.py").write_text(text)
-    command = ["env", f"PYTHONPATH={tmp_path}:{ROOT}", sys.executable, *words.split()]
+    # a shell that runs the tests in the background has SIGINT ignored
+    environment = ["env", "--default-signal=INT", f"PYTHONPATH={tmp_path}:{ROOT}"]
+    command = [*environment, sys.executable, *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (130, "")
