@@ -37,7 +37,6 @@ from megatron_rl.loss.policy_loss import (
 )
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
-from megatron_rl.rollout_correction.ratio import as_float
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ class Learner(ForwardPasses):
             seen_tokens(self.loss, targets.mask_N, counted_N),
             targets.weights_N > 0,
         )
-        counts = [targets.responses.sum(as_float(mask_N).double()) for mask_N in masks]
-        counts_B4 = share.everywhere(torch.stack(counts, dim=1)).long()[minibatch]
+        counts = [targets.responses.count(mask_N) for mask_N in masks]
+        counts_B4 = share.everywhere(torch.stack(counts, dim=1))[minibatch]
         trained_B, counted_B, seen_B, measured_B = counts_B4.unbind(dim=1)
         return Counted(
             rows=minibatch[seen_B > 0],  # the others add nothing

@@ -49,9 +49,9 @@ class About:
 
     @classmethod
     def of(cls, batch: Batch) -> "About":
-        trained_B = batch.responses.sum(batch.mask_N.double()) > 0
+        trained_B = batch.responses.count(batch.mask_N) > 0
         kept = batch.kept_ids_K is not None
-        kept_sizes_B = batch.sizes("kept_ids_K") if kept else torch.zeros(len(batch))
+        kept_sizes_B = batch.kept_sizes_B if kept else torch.zeros(len(batch))
         columns = {
             name: (column.dtype, tuple(column.shape[1:]))
             for name, column in batch.columns.items()
@@ -208,15 +208,17 @@ class DataPlane:
         """
         found = {}
         for name, column in columns.items():
-            sizes_B = share.everywhere((part or share.batch).sizes(name))
-            whole = None if column is None else self._collect(share, column, sizes_B)
+            own_B = (part or share.batch).sizes(name)
+            whole = None if column is None else self._collect(share, column, own_B)
             if self._driver:
                 found[name] = whole
         return found
 
-    def _collect(self, share: Share, column: Tensor, sizes_B: Tensor) -> Tensor | None:
+    def _collect(self, share: Share, column: Tensor, own_B: Tensor) -> Tensor | None:
+        """`own_B`: entries of the column in each of this replica's rows."""
         if len(share.rows_of) == 1:
             return column
+        sizes_B = share.everywhere(own_B)
         whole = None
         if self._driver:
             whole = torch.empty(int(sizes_B.sum()), *column.shape[1:], dtype=column.dtype)

@@ -32,7 +32,7 @@ from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
-from megatron_rl.rollout_correction.ratio import as_float, bounded_exp, wide
+from megatron_rl.rollout_correction.ratio import bounded_exp, wide
 
 __all__ = [
     "LossConfig",
@@ -242,7 +242,7 @@ def over_trained(metrics: dict[str, float]) -> dict[str, float]:
 
 def row_scale(targets: Targets, reduction: Reduction, totals: Totals) -> Tensor:
     """Coefficient of each row's sum of token losses; 0 for a row without a counted token."""
-    counts_B = targets.responses.sum(as_float(targets.denominator_mask_N).double())
+    counts_B = targets.responses.count(targets.denominator_mask_N)
     filled_B = (counts_B > 0).double()
     if reduction == Reduction.token_mean:
         return filled_B / max(1, totals.tokens)

@@ -1,9 +1,9 @@
 """Metrics under `rollout_corr/`: the mismatch of sampler and learner, and the weights applied.
 
-Sums are collected part by part and replica by replica, in float64 across them. Tokens outside the mask hold 0 in
-every tensor that is summed here.
+Sums are collected part by part and replica by replica, in float64 across them. Tokens outside the
+mask hold 0 in every tensor that is summed here.
 
-Shape legend: N response tokens, B rows, Q quantities.
+Shape legend: N response tokens, B rows.
 """
 
 import math

@@ -43,7 +43,7 @@ class Seen:
         if batch.versions_N is not None:
             first_N = batch.responses.at_tokens(batch.versions_B)
             changed_N = (batch.versions_N != first_N) & batch.mask_N
-            changed_B = batch.responses.sum(changed_N.float()) > 0
+            changed_B = batch.responses.count(changed_N) > 0
             spanning["rollout/spanning_fraction"] = float(
                 share.everywhere(changed_B).float().mean()
             )

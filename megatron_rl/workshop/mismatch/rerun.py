@@ -102,7 +102,7 @@ def _values(targets: Targets) -> Iterator[str]:
         values = getattr(targets, name)
         if values is None:
             continue
-        used = used_N if name.endswith("_N") else targets.responses.sum(used_N.double()) > 0
+        used = used_N if name.endswith("_N") else targets.responses.count(used_N) > 0
         for at in (~values.isfinite() & used).nonzero().flatten().tolist()[:1]:
             yield f"{name} holds {float(values[at])} {_where(targets, name, at)}"
 
