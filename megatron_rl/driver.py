@@ -39,7 +39,7 @@ from megatron_rl.runs.record import Recorder
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
 from megatron_rl.survival.stop_request import StopRequest
-from megatron_rl.types import NO_EXPERT, Rollout, Scored
+from megatron_rl.types import NO_EXPERT, NOTHING, Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Driver:
     def prompt_batch(self) -> Batch:
         """The first prompts, as rows that hold no answer."""
         rows = (
-            Rollout(prompt, group, 0, (), (), (), "abort", 0)
+            Rollout(**vars(NOTHING), prompt=prompt, group=group, sample=0, loss_mask=())
             for group, prompt in enumerate(self._calibration)
         )
         return collate([Scored(one, reward=0.0) for one in rows])

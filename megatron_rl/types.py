@@ -1,12 +1,14 @@
-"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scores."""
+"""Data types passed between all parts: prompts, sampling parameters, completions, sessions,
+rollouts, scores.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -76,51 +78,102 @@ class Session:
     conversation: str = ""  # what was asked in the last branch, as JSON, for the record
 
 
+FinishReason = Literal["stop", "length", "abort"]
+if TYPE_CHECKING:  # whatever is given becomes an array
+    Ints = Sequence[int]
+    Floats = Sequence[float]
+else:  # before Python 3.12 an array takes no parameter where the program runs
+    Ints = Floats = array
+# of a completion's and a rollout's columns; int32, float32, int8
+TYPE_CODES = {
+    "token_ids": "i",
+    "logprobs": "f",
+    "versions": "i",
+    "kept_ids": "i",
+    "kept_counts": "i",
+    "loss_mask": "b",
+    "turns": "i",
+    "credit": "f",
+}
+
+
 @dataclass(frozen=True)
-class Rollout:
-    """A response, in arrays: a step of DAPO has a hundred million tokens."""
+class ToolCall:
+    """A tool call that the engine found in an answer."""
+
+    name: str
+    arguments: str  # JSON, or what was meant to be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The tokens that an engine sampled for one request, in arrays: a step of DAPO has a hundred
+    million. It travels from the engine as it is (`processes/channel.py`).
+    """
+
+    token_ids: Ints
+    logprobs: Floats  # the sampler's, NaN where it reported none
+    finish_reason: FinishReason
+    policy_version: int  # of its first token, the oldest one
+    versions: Ints | None = None  # of each token, where an update came between; None: all one
+    # which tokens each was drawn among, one position after the other, and how many at each;
+    # None: among all
+    kept_ids: Ints | None = None
+    kept_counts: Ints | None = None
+    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on;
+    # None: not told
+    experts_SLK: np.ndarray | None = None
+    content: str | None = None  # the text without tool calls; None: nobody has looked for any
+    calls: Sequence[ToolCall] = ()
+
+    def __post_init__(self) -> None:
+        for name, code in TYPE_CODES.items():
+            values = getattr(self, name, None)
+            if values is not None and (not isinstance(values, array) or values.typecode != code):
+                object.__setattr__(self, name, array(code, np.asarray(values, code).tobytes()))
+
+    @property
+    def all_versions(self) -> set[int]:
+        """The policy versions that its tokens were sampled by."""
+        return {self.policy_version, *(self.versions or ())}
+
+    def first(self, count: int, prompt: int) -> Self:
+        """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
+        counts = self.kept_counts and self.kept_counts[:count]
+        experts_SLK = self.experts_SLK
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason="stop",
+            versions=self.versions and self.versions[:count],
+            kept_ids=self.kept_ids and self.kept_ids[: sum(counts or ())],
+            kept_counts=counts,
+            experts_SLK=None if experts_SLK is None else experts_SLK[: prompt + count - 1],
+        )
+
+
+NOTHING = Completion(
+    token_ids=array("i"), logprobs=array("f"), finish_reason="abort", policy_version=0
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Completion):
+    """A row to train on: a completion of a prompt, or a branch of a session."""
 
     prompt: Prompt
     group: int  # unique within a run: rollouts of one prompt in one draw share it
     sample: int  # which of the group's samples
-    token_ids: Sequence[int]  # int32
-    logprobs: Sequence[float]  # float32: the sampler's, NaN where it reported none
-    loss_mask: Sequence[int]  # int8. 0: text the policy did not write (tools, other turns)
-    finish_reason: str  # stop | length | abort
-    policy_version: int  # of its first token, the oldest one
+    loss_mask: Sequence[int]  # 0: text the policy did not write (tools, other turns)
     format: str = ""  # weight format of the engine that answered; empty where there was none
-    # int32: which tokens each was drawn among, one position after the other, and how many at each;
-    # None: among all
-    kept_ids: Sequence[int] | None = None
-    kept_counts: Sequence[int] | None = None
-    # int32: of each token, where an update came between them; None: all one
-    versions: Sequence[int] | None = None
-    # int32: the turn that each token was sampled in, -1: in none; None: all in one
+    # the turn that each token was sampled in, -1: in none; None: all in one
     turns: Sequence[int] | None = None
-    # float32: what each token's return differs from the reward, or its advantage:
-    # environment.credit; None: the reward
+    # what each token's return differs from the reward, or its advantage: environment.credit;
+    # None: the reward
     credit: Sequence[float] | None = None
-    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on;
-    # None: not told
-    experts_SLK: np.ndarray | None = None
     session: Session | None = None  # None: a single answer
     row: int = 0  # which branch of the session
-
-    def __post_init__(self) -> None:
-        kinds = {
-            "token_ids": "i",
-            "logprobs": "f",
-            "loss_mask": "b",
-            "kept_ids": "i",
-            "kept_counts": "i",
-            "versions": "i",
-            "turns": "i",
-            "credit": "f",
-        }
-        for name, kind in kinds.items():
-            values = getattr(self, name)
-            if values is not None and (not isinstance(values, array) or values.typecode != kind):
-                object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
 
 
 def written(length: int, by_policy: bool = True) -> array[int]:

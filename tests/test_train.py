@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from rollouts import rollout
 
 from megatron_rl import driver, train
 from megatron_rl.batch import Share, collate
@@ -38,7 +39,7 @@ from megatron_rl.runs.status import read_status
 from megatron_rl.sampler.sampler import SamplerStats
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
-from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
+from megatron_rl.types import NO_EXPERT, Rollout, Scored
 from megatron_rl.weight_sync.manifest import UpdateRefused
 
 ROOT = Path(__file__).parent.parent
@@ -66,10 +67,10 @@ def joined(driver: Any) -> Rank0:
 def answer(
     sample: int, logprobs: Sequence[float] = (-0.5,) * 3, versions: list[int] | None = None
 ) -> Rollout:
-    ones = [1] * len(logprobs)
     version = versions[0] if versions else 0
-    return Rollout(
-        Prompt(0, (1,), "", {}), 0, sample, ones, logprobs, ones, "stop", version, versions=versions
+    ones = [1] * len(logprobs)
+    return rollout(
+        ones, sample=sample, logprobs=logprobs, policy_version=version, versions=versions
     )
 
 

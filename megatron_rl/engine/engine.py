@@ -5,12 +5,13 @@ modules' outputs, sleep.
 import gc
 import os
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.generation import Experts, OpenSamples
+import numpy as np
+
+from megatron_rl.engine.generation import OpenSamples
 from megatron_rl.engine.readiness import KEEPS_EXPERTS, TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -18,7 +19,6 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 LOOK_EVERY_S = 0.02  # at the new weights that are being built while answers are written
-Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has finished
 
 
 class Engine:
@@ -46,18 +46,15 @@ class Engine:
             self.llm.collective_rpc(
                 "keep_choices", args=(model.get_total_num_hidden_layers(), model.get_num_experts())
             )
-        self.samples = OpenSamples(self.llm, self._kept_experts if keeps else None)
-        self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
-        self._draining = False  # nothing new begins, so that nothing is open
-        self._stands = False  # open samples wait for `resume`
+        self.samples = OpenSamples(self.llm, self.ready, self._kept_experts if keeps else None)
         self._look_again_at = 0.0
         self._stamp(self.ready.policy_version)
         # the first generation loads and compiles for seconds: let that be part of the start
         for seed in (0, 1):
-            self.samples.add(seed, [0], seed, max_tokens=2)
+            self.samples.begin(seed, tokens=[0], seed=seed, max_tokens=2)
         while self.samples:
-            self.samples.step()
-        self.samples.take_finished()
+            self.samples.write()
+        self.samples.step()  # nobody waits for these
         gc.collect()
         # the engine's own objects live as long as it does: no collection needs to visit them
         gc.freeze()
@@ -92,79 +89,27 @@ class Engine:
         core: Any = self.llm.llm_engine.engine_core
         return bool(getattr(core.engine_core.model_executor, "is_failed", False))
 
-    @property
-    def writes(self) -> bool:
-        """Return True if a step would generate tokens: samples are open, and the weights are of
-        one policy version.
-        """
-        return bool(self.samples) and not self._stands and self.ready.refusal() is None
-
     def must_wait(self, method: str) -> bool:
         """Return True if a request has to wait while samples are drawn."""
         if method == "values":  # modules that are watched see whatever runs
-            self._draining = self.writes
-            return self._draining
+            self.samples.draining = self.samples.writes
+            return self.samples.draining
         return (
             method in ("await_weight_update", "finish_weight_update")
-            and self.writes
+            and self.samples.writes
             and self._is_building()
         )
 
-    def generate(
-        self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any
-    ) -> None:
-        """Begin a sample under this number; see messages.Generate."""
-        refusal = self.ready.refusal(policy_version, or_newer=patient)
-        if refusal and not patient:
-            raise RuntimeError(refusal)
-        if refusal or self._draining:
-            print(f"sample {number} waits: {refusal or 'modules are to be watched'}", flush=True)
-            self._held[number] = policy_version, wanted
-        else:
-            self.samples.add(number, **wanted)
-
-    def step(self) -> Replies:
-        """Generate a token of each sample; return finished samples and errors by number."""
-        if self._held and not self._draining:
-            replies = self._begin_held()
-        else:
-            replies = []
-        if self.writes:
-            try:
-                self.samples.step()
-            except Exception as error:
-                traceback.print_exc()
-                return [*replies, *((number, error) for number in self.samples.cancel_all())]
-        return replies + self.samples.take_finished()
-
-    def _begin_held(self) -> Replies:
-        failed: Replies = []
-        for number, (version, wanted) in list(self._held.items()):
-            if self.ready.refusal(version, or_newer=True):
-                continue
-            del self._held[number]
-            try:
-                self.samples.add(number, **wanted)
-            except Exception as error:
-                traceback.print_exc()
-                failed.append((number, error))
-        return failed
-
-    def cancel(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._held.pop(number, None)
-        self.samples.cancel(numbers)
-
     def resume(self) -> None:
         """Open samples go on."""
-        self._stands = False
+        self.samples.stands = False
 
     def forget_version(self) -> None:
         """Count the loaded weights as no version: after another run an engine takes any version."""
         self._on_workers("abort_weight_update")
         self._on_workers("forget_version")
-        self._stands = False
-        self.ready = Readiness()
+        self.samples.stands = False
+        self.ready = self.samples.ready = Readiness()
         self._reset_prefix_cache()
         self._stamp(self.ready.policy_version)
 
@@ -198,8 +143,10 @@ class Engine:
         # ranks of an engine route alike
         return [self._watched("routes", tokens, len(tokens), layers)[0] for tokens in sequences]
 
-    def _kept_experts(self, wanted: list[tuple[str, int]]) -> list[Experts]:
-        told: list[list[Experts]] = self.llm.collective_rpc("kept_choices", args=(wanted,))
+    def _kept_experts(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
+        told: list[list[np.ndarray | None]] = self.llm.collective_rpc(
+            "kept_choices", args=(wanted,)
+        )
         return told[0]
 
     def _activations(self, tokens: list[int]) -> dict[str, Any]:
@@ -258,7 +205,7 @@ class Engine:
         """Drop an update that others could not take: the version before goes on serving."""
         self._on_workers("abort_weight_update")
         self.ready.abandon_update(torn=self._worker_states()[1])
-        self._stands = False
+        self.samples.stands = False
 
     def finish_weight_update(self, stand: bool = False) -> dict[str, Any]:
         """Open samples go on with the new weights, which compute their keys and values again.
@@ -279,7 +226,7 @@ class Engine:
         self._reset_prefix_cache()
         self._stamp(version)
         self.ready.complete_update(version)
-        self._stands = stand
+        self.samples.stands = stand
         return max(states, key=lambda state: state["load_s"])
 
     def _reset_prefix_cache(self) -> None:
@@ -323,7 +270,7 @@ class Engine:
             )
 
     def sleep(self, level: int) -> None:
-        if self.samples or self._held:
+        if self.samples.waiting:
             raise RuntimeError(
                 "answers are being written: wait for them, or give them up, before the engine "
                 "sleeps"

@@ -1,5 +1,5 @@
 """Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after
-an update if not begun; finished ones as bytes, with their experts and tool calls. The loop
+an update if not begun; finished ones with their experts and tool calls. The loop
 itself is in service.py.
 
 Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them:
@@ -12,18 +12,20 @@ layers, K experts.
 """
 
 import math
+import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from megatron_rl.engine.readiness import Readiness
 from megatron_rl.engine.tool_calls import ToolCallParser
+from megatron_rl.types import Completion, FinishReason
 
-# of tokens that were read: layers, experts of a token in each, and which
-Experts = tuple[tuple[int, int], bytes]
+Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or a completion
 
 
 class Sample:
@@ -36,7 +38,7 @@ class Sample:
         self.tools = wanted.get("tools")
         self._tokens = array("i")
         self._logprobs = array("f")
-        self._spans: list[list[int]] = []  # policy version and number of tokens, in order
+        self._versions = array("i")
         # candidates and their logprobs, the sampled token first
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []
         self._experts: list[np.ndarray] = []  # [S, L, K], as a device engine tells them
@@ -49,10 +51,7 @@ class Sample:
             self._experts.append(output.routed_experts)
         if not new:
             return
-        if self._spans and self._spans[-1][0] == version:
-            self._spans[-1][1] += len(new)
-        else:
-            self._spans.append([version, len(new)])
+        self._versions.extend([version] * len(new))
         self._tokens.extend(new)
         if told is None:
             self._logprobs.extend([math.nan] * len(new))
@@ -81,51 +80,54 @@ class Sample:
         """Tokens that the model has read: all but the last, which nothing follows."""
         return len(self.wanted["tokens"]) + max(0, len(self._tokens) - 1)
 
-    def told_experts(self) -> Experts:
-        if not self._experts:
-            return (0, 0), b""
-        found_SLK = np.concatenate(self._experts)[: self.processed]
-        return found_SLK.shape[1:], found_SLK.tobytes()
+    def told_experts(self) -> np.ndarray | None:
+        if self._experts:
+            return np.concatenate(self._experts)[: self.processed]
+        return None
 
-    def completed(self, finish: str, now: int) -> dict[str, Any]:
-        """The sample as a message: arrays as bytes; a logprob is NaN if missing, or
-        of unknown candidates.
-
-        `spans`: policy version and number of tokens, in order. `now`: the version of an answer
-        without a token.
+    def completed(self, finish: str, now: int, **more: Any) -> Completion:
+        """A logprob is NaN if it is missing, or of unknown candidates. `now`: the version of an
+        answer without a token.
         """
-        spans = [tuple(span) for span in self._spans] or [(now, 0)]
-        answer: dict[str, Any] = {
-            "tokens": self._tokens.tobytes(),
-            "finish": finish,
-            "spans": spans,
-        }
-        if not self._candidates:
-            return answer | {"logprobs": self._logprobs.tobytes()}
-        kept_ids_K, counts_T, logprobs_T = drawn_among(
-            self._rows, np.asarray(self._tokens), self._candidates
+        columns: dict[str, Any] = {"logprobs": self._logprobs}
+        if self._candidates:
+            found = drawn_among(self._rows, np.asarray(self._tokens), self._candidates)
+            columns = dict(zip(("kept_ids", "kept_counts", "logprobs"), found, strict=True))
+        return Completion(
+            token_ids=self._tokens,
+            finish_reason=cast(FinishReason, finish),
+            policy_version=self._versions[0] if self._versions else now,
+            versions=self._versions if len(set(self._versions)) > 1 else None,
+            **columns,
+            **more,
         )
-        answer |= {"kept_ids": kept_ids_K.tobytes(), "kept_counts": counts_T.tobytes()}
-        return answer | {"logprobs": logprobs_T.tobytes()}
 
 
 class OpenSamples:
-    """Samples that vLLM works on, each a request of its own under its caller's number.
+    """Samples that vLLM works on, each a request of its own under its caller's number, and patient
+    requests that wait.
 
     vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a
     small model's step.
     """
 
     def __init__(
-        self, llm: Any, kept: Callable[[list[tuple[str, int]]], list[Experts]] | None
+        self,
+        llm: Any,
+        ready: Readiness,
+        kept: Callable[[list[tuple[str, int]]], list[np.ndarray | None]] | None,
     ) -> None:
         """`kept`: the experts of requests' first tokens; None: nobody keeps them."""
+        self.ready = ready
+        self.draining = False  # nothing new begins, so that nothing is open
+        self.stands = False  # open samples wait until they are told to go on
+        self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._engine = llm.llm_engine
         self._core = llm.llm_engine.engine_core
         self._open: dict[str, Sample] = {}  # by the core's name, which is never used twice
         self._names: dict[int, str] = {}  # by number
         self._asked = 0
-        self._finished: list[tuple[int, dict[str, Any]]] = []
+        self._finished: list[tuple[int, Completion]] = []
         self._calls = ToolCallParser(llm.llm_engine.model_config.model)
         # what was asked for last, and vLLM's request for it
         self._last: tuple[Any, Any] | None = None
@@ -139,7 +141,54 @@ class OpenSamples:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, number: int, tokens: list[int], seed: int, **wanted: Any) -> None:
+    @property
+    def waiting(self) -> bool:
+        """True if some are open, or held."""
+        return bool(self._open or self._held)
+
+    @property
+    def writes(self) -> bool:
+        """True if a step would generate tokens: samples are open, and the weights are of one policy
+        version.
+        """
+        return bool(self._open) and not self.stands and self.ready.refusal() is None
+
+    def begin(
+        self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any
+    ) -> None:
+        """Begin a sample under this number; see messages.Generate."""
+        refusal = self.ready.refusal(policy_version, or_newer=patient)
+        if refusal and not patient:
+            raise RuntimeError(refusal)
+        if refusal or self.draining:
+            print(f"sample {number} waits: {refusal or 'modules are to be watched'}", flush=True)
+            self._held[number] = policy_version, wanted
+        else:
+            self._add(number, **wanted)
+
+    def step(self) -> Replies:
+        """Generate a token of each sample; return what has finished, and errors, by number."""
+        replies: Replies = []
+        for number, (version, wanted) in list(self._held.items()):
+            if self.draining or self.ready.refusal(version, or_newer=True):
+                continue
+            del self._held[number]
+            try:
+                self._add(number, **wanted)
+            except Exception as error:
+                traceback.print_exc()
+                replies.append((number, error))
+        if self.writes:
+            try:
+                self.write()
+            except Exception as error:
+                traceback.print_exc()
+                return [*replies, *((number, error) for number in self._cancel_all())]
+        finished = self._finished
+        self._finished = []
+        return [*replies, *finished]
+
+    def _add(self, number: int, tokens: list[int], seed: int, **wanted: Any) -> None:
         """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate.
 
         Samples of one prompt come one after the other: what vLLM makes of the first is copied for
@@ -180,7 +229,8 @@ class OpenSamples:
     def _clipped(self, candidates: int = 0, **_: Any) -> int:
         return min(candidates, self._engine.model_config.get_vocab_size())
 
-    def step(self) -> None:
+    def write(self) -> None:
+        """A step of vLLM's core."""
         self.written += 1
         outputs = self._core.get_output()
         if outputs.weight_version is None:  # a scheduler that works ahead has only begun a step
@@ -199,23 +249,18 @@ class OpenSamples:
             if one.finish_reason is not None:
                 del self._open[one.request_id], self._names[sample.number]
                 done.append((one, sample))
-        for (one, sample), experts in zip(done, self._experts(done), strict=True):
-            completed = (
-                sample.completed(str(one.finish_reason), version)
-                | experts
-                | self._tool_calls(sample)
+        for (one, sample), experts_SLK in zip(done, self._experts(done), strict=True):
+            more = self._tool_calls(sample)
+            completed = sample.completed(
+                str(one.finish_reason), version, experts_SLK=experts_SLK, **more
             )
             self._finished.append((sample.number, completed))
 
-    def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[dict[str, Any]]:
+    def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[np.ndarray | None]:
         """Experts of samples that have just finished, before others overwrite their slots."""
-        told = [sample.told_experts() for _, sample in done]
         if self._kept is not None and done:
-            told = self._kept([(one.request_id, sample.processed) for one, sample in done])
-        return [
-            {"experts": content, "experts_shape": shape} if content else {}
-            for shape, content in told
-        ]
+            return self._kept([(one.request_id, sample.processed) for one, sample in done])
+        return [sample.told_experts() for _, sample in done]
 
     def _tool_calls(self, sample: Sample) -> dict[str, Any]:
         if not sample.tools:
@@ -233,21 +278,18 @@ class OpenSamples:
             return
         self._engine.sleep(level=0, mode="keep")  # nothing new is scheduled
         while core.batch_queue:
-            self.step()
+            self.write()
         self._engine.wake_up(tags=["scheduling"])
 
-    def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
-        finished = self._finished
-        self._finished = []
-        return finished
-
     def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._held.pop(number, None)
         names = [self._names.pop(number) for number in numbers if number in self._names]
         for name in names:
             del self._open[name]
         self._core.abort_requests(names)
 
-    def cancel_all(self) -> list[int]:
+    def _cancel_all(self) -> list[int]:
         """Give up everything after a step that failed; returns the samples that have no answer."""
         failed = list(self._names)
         # of every kind: the engine that has failed may not take it either

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -183,13 +184,12 @@ class KeptChoices:
             self._kept_SLK[slots, layer] = ids_SK[:tokens]
         return result
 
-    def of(self, name: str, tokens: int) -> tuple[tuple[int, int], bytes]:
-        """L and K, and [S, L, K] of a request's first tokens; no bytes where nothing was seen."""
+    def of(self, name: str, tokens: int) -> np.ndarray | None:
+        """[S, L, K] of a request's first tokens; None where nothing was seen."""
         place = self._runner.input_batch.req_id_to_index.get(name)
         if place is None or self._kept_SLK is None:
-            return (0, 0), b""
+            return None
         positions = torch.arange(tokens)
         blocks = torch.from_numpy(self._table.block_table.np[place]).long()
         slots = blocks[positions // self._table.block_size] * self._table.block_size
-        found_SLK = self._kept_SLK[slots + positions % self._table.block_size]
-        return (found_SLK.shape[1], found_SLK.shape[2]), found_SLK.numpy().tobytes()
+        return self._kept_SLK[slots + positions % self._table.block_size].numpy()

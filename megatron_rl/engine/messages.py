@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_rl.engine.readiness import LARGEST_ID
 from megatron_rl.models.tensors import DTYPES
-from megatron_rl.processes.channel import Refused
+from megatron_rl.processes.channel import Refused, encode
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 LARGEST = 2**63 - 1
@@ -163,7 +163,7 @@ def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
     part: list[msgspec.Raw] = []
     size = 0
     for frame in frames:
-        content = msgspec.msgpack.encode(frame)
+        content = encode(frame)
         if part and size + len(content) > LONGEST_TRANSMISSION // 2:
             yield msgspec.msgpack.encode(part)
             part = []

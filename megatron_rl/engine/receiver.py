@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -262,7 +263,7 @@ class WorkerExtension:
     def keep_choices(self, layers: int, experts: int) -> None:
         self._choices = KeptChoices(self.model_runner, layers, experts)
 
-    def kept_choices(self, wanted: list[tuple[str, int]]) -> list[tuple[tuple[int, int], bytes]]:
+    def kept_choices(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
         """Of each request's first tokens; of the first of an engine's ranks, which route alike."""
         if not self.rank:
             return [self._choices.of(name, tokens) for name, tokens in wanted]

@@ -46,7 +46,7 @@ class Service:
         """
         waiting: list[tuple[Line, Frame]] = []
         while True:
-            waiting += self._next(wait=not waiting and not engine.writes)
+            waiting += self._next(wait=not waiting and not engine.samples.writes)
             now = waiting
             waiting = []
             for line, request in now:
@@ -56,7 +56,7 @@ class Service:
                     self._take(engine, line, request)
                 if engine.broken:
                     return
-            finished = engine.step()
+            finished = engine.samples.step()
             if engine.broken:
                 return
             for number, reply in finished:
@@ -82,7 +82,7 @@ class Service:
             if method == "generate":
                 self._count += 1
                 self._open[self._count] = line, number
-                engine.generate(self._count, **arguments)
+                engine.samples.begin(self._count, **arguments)
             elif method in ("cancel", "hung_up"):
                 wanted = arguments.get("requests")
                 if wanted is not None:
@@ -108,7 +108,7 @@ class Service:
             for number, (of, theirs) in self._open.items()
             if of is line and (wanted is None or theirs in wanted)
         ]
-        engine.cancel(given_up)
+        engine.samples.cancel(given_up)
         for number in given_up:
             del self._open[number]
 

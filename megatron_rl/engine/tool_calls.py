@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.data.tokenizer import without_stops
 from megatron_rl.processes.channel import Refused
+from megatron_rl.types import ToolCall
 
 
 class ToolCallParser:
@@ -44,12 +45,11 @@ class ToolCallParser:
         try:
             found = tool_parser.extract_tool_calls(text, request)
             calls = [
-                {"name": one.function.name, "arguments": one.function.arguments}
-                for one in found.tool_calls
+                ToolCall(one.function.name, one.function.arguments) for one in found.tool_calls
             ]
             content = found.content
             # no half pair travels
-            "".join([content or "", *(text for one in calls for text in one.values())]).encode()
+            "".join([content or "", *(one.name + one.arguments for one in calls)]).encode()
         except Exception:  # a parser's, of whatever kind: the text is what a model wrote
             calls = []
             content = text

@@ -128,7 +128,7 @@ def completion(answered: Answered) -> dict[str, Any]:
     """The reply that holds an answer."""
     message = dict(answered.message)
     count = len(answered.completion.token_ids)
-    reason = answered.completion.finish_reason
+    reason: str = answered.completion.finish_reason
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
         reason = "tool_calls" if reason == "stop" else reason

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_rl.data.control_tokens import MARK, marked, plain
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.environment import Message
-from megatron_rl.sampler.client.interface import Completion
+from megatron_rl.types import Completion, Rollout
 
 # where an answer stands in a rendered conversation
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
@@ -63,22 +64,6 @@ class Turn:
             found.append(one)
             one = one.parent
         return found[::-1]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A branch as a row to train on: a prompt, and everything behind it."""
-
-    prompt: list[int]
-    token_ids: array[int]
-    logprobs: array[float]  # 0 where nothing was sampled
-    mask: array[int]  # 1 on tokens that were sampled, and are in no row before
-    turns: array[int]  # the turn that each token was sampled in; -1: in none
-    versions: array[int]
-    kept_ids: array[int] | None
-    kept_counts: array[int] | None
-    finish_reason: str
-    experts_SLK: np.ndarray | None
 
 
 @dataclass(eq=False)
@@ -128,10 +113,13 @@ class Conversation:
     def _done(self) -> list[Turn]:
         return [one for one in self.turns if one.sampled is not None]
 
-    def rows(self) -> list[Row]:
+    def rows(self, like: Rollout) -> list[Rollout]:
+        """The branches as rollouts like this one, each a prompt and everything behind it: tokens that
+        were sampled are trained on in the first of them.
+        """
         for turn in self.turns:
             turn.trained = False
-        return [_row(leaf) for leaf in self.leaves]
+        return [_row(leaf, like) for leaf in self.leaves]
 
     def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
         """The turn that these messages extend: of several, the longest with the same content."""
@@ -297,18 +285,9 @@ def _sentinel() -> dict[str, str]:
     return {"role": "assistant", "content": SENTINEL + secrets.token_hex(8)}
 
 
-def _row(leaf: Turn) -> Row:
+def _row(leaf: Turn, like: Rollout) -> Rollout:
     path = leaf.path
-    types = {
-        "token_ids": "i",
-        "logprobs": "f",
-        "mask": "b",
-        "turns": "i",
-        "versions": "i",
-    }
-    columns: dict[str, Any] = {
-        name: array(of) for name, of in (types | {"kept_ids": "i", "kept_counts": "i"}).items()
-    }
+    columns = defaultdict[str, list[Any]](list)
 
     def put(**values: Iterable[Any]) -> None:
         for name, more in values.items():
@@ -316,33 +295,43 @@ def _row(leaf: Turn) -> Row:
 
     for turn in path:
         sampled = turn.sampled
-        added = turn.added if turn is not path[0] else []
         assert sampled is not None
-        versions = [version for version, tokens in sampled.spans for _ in range(tokens)]
-        first = versions[0] if versions else sampled.spans[0][0]
+        added = turn.added if turn is not path[0] else []
         n = len(added)
         put(
             token_ids=added,
             logprobs=[0] * n,
-            mask=[0] * n,
+            loss_mask=[0] * n,
             turns=[-1] * n,
-            versions=[first] * n,
+            versions=[sampled.policy_version] * n,
+            kept_ids=added,
+            kept_counts=[1] * n,  # drawn among itself alone
         )
-        put(kept_ids=added, kept_counts=[1] * n)  # drawn among itself alone
         n = len(sampled.token_ids)
         put(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            mask=[not turn.trained] * n,
-            versions=versions,
+            loss_mask=[not turn.trained] * n,
+            turns=[turn.number] * n,
+            versions=sampled.versions or [sampled.policy_version] * n,
+            kept_ids=sampled.kept_ids or (),
+            kept_counts=sampled.kept_counts or (),
         )
-        put(turns=[turn.number] * n)
-        put(kept_ids=sampled.kept_ids or (), kept_counts=sampled.kept_counts or ())
         turn.trained = True
+    more: dict[str, Any] = dict(columns)
     if any(turn.sampled is None or turn.sampled.kept_ids is None for turn in path):
-        columns["kept_ids"] = columns["kept_counts"] = None
-    finish = leaf.sampled.finish_reason if leaf.sampled else "abort"
-    return Row(path[0].added, finish_reason=finish, experts_SLK=_experts(path), **columns)
+        more |= {"kept_ids": None, "kept_counts": None}
+    if len(set(columns["versions"])) < 2:
+        more["versions"] = None
+    own = list(compress(columns["versions"], columns["loss_mask"]))
+    return replace(
+        like,
+        prompt=replace(like.prompt, token_ids=tuple(path[0].added)),
+        finish_reason=leaf.sampled.finish_reason if leaf.sampled else "abort",
+        policy_version=min(own, default=like.policy_version),
+        experts_SLK=_experts(path),
+        **more,
+    )
 
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:

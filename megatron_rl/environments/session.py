@@ -21,9 +21,8 @@ from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentProcess
 from megatron_rl.environments.stops import CALLS, ended
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.rewards.user_process import as_json
-from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.sampler.sampler import Turns
-from megatron_rl.types import SessionTurn, ToolFormat
+from megatron_rl.types import Completion, SessionTurn, ToolFormat
 
 T = TypeVar("T")
 MOST_CALLS = 16  # of one answer; what is above is answered with an error
@@ -145,7 +144,7 @@ class Policy:
             "tools": format,
         }
         try:
-            completion, weights = await self._engines.ask(tokens, **asked)
+            completion = await self._engines.ask(tokens, **asked)
             answered = await self.apart(
                 partial(self._answered, turn, len(tokens), completion, stops, most_calls)
             )
@@ -154,7 +153,7 @@ class Policy:
         except BaseException:
             self.unread(turn)
             raise
-        transcript.format = weights
+        transcript.format = completion.format
         transcript.answer = answered.text
 
     def unread(self, turn: Turn) -> None:

@@ -7,12 +7,11 @@ The engines are a Sampler's (sampler.py).
 from __future__ import annotations
 
 import asyncio
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
-from itertools import pairwise
 
 from megatron_rl.config.schema import (
     Config,
@@ -24,16 +23,15 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import Gateway, play
-from megatron_rl.environments.conversation import Row
 from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
 from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.sampler import Sampler, Turns, answered, request_seed
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Session
+from megatron_rl.sampler.answering import Answering, answered
+from megatron_rl.sampler.sampler import Sampler, request_seed
+from megatron_rl.types import NOTHING, Prompt, Rollout, SamplingParams, Session
 
-LOOK_S = 0.5
 TRIES = 2  # of a session whose environment fails
 
 
@@ -91,7 +89,7 @@ class Sessions:
 
     def answering(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
-    ) -> SessionsAnswering:
+    ) -> Answering:
         rules = Rules(
             self._section,
             params.max_tokens,
@@ -101,8 +99,73 @@ class Sessions:
             self._data.system_prompt,
         )
         turns = self._sampler.turns(params, patient=patient)
-        player = Player(self, rules, turns, seed)
-        return SessionsAnswering(self._loop, player, params.samples, turns, self._patience_s)
+        room = asyncio.Semaphore(self._section.sessions)
+
+        async def session(prompt: Prompt, group: int, sample: int) -> list[Rollout]:
+            seeds = partial(_seed, seed, group, sample)
+            async with room:
+                transcript = await self._played(
+                    prompt, lambda: Policy(turns, self._tokenizer, rules, seeds, f"{group}")
+                )
+            served = self._sampler.policy_version
+            return rollouts(transcript, prompt, group, sample, self._section, served)
+
+        async def answer(prompt: Prompt, group: int) -> list[Rollout]:
+            try:
+                async with asyncio.TaskGroup() as together:
+                    played = [
+                        together.create_task(session(prompt, group, sample))
+                        for sample in range(params.samples)
+                    ]
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return [rollout for one in played for rollout in one.result()]
+
+        limit_s = self._section.tool_timeout_s
+        if self._gateway is not None:
+            limit_s = self._section.session_timeout_s
+        # for environments, and engines
+        around = partial(waiting, "", max(limit_s, self._patience_s))
+        return Answering(self._loop, answer, waiting=around, close=turns.close)
+
+    async def _played(self, prompt: Prompt, begun: Callable[[], Policy]) -> Transcript:
+        """Play a session; begin again where its environment fails or its fork server died."""
+        left = TRIES
+        for attempt in range(TRIES + NURSERIES):
+            policy = begun()
+            transcript = policy.transcript
+            transcript.counts["restarts"] = attempt
+            try:
+                await self._play(policy, prompt)
+                break
+            except EnvironmentFailed as error:
+                if self.pool.closed:
+                    raise SessionsEnded("the sessions are closed") from None
+                transcript.error = str(error)
+                transcript.end = "error"
+                left -= not isinstance(error, NurseryGone)
+                if not left:
+                    break
+        return transcript
+
+    async def _play(self, policy: Policy, prompt: Prompt) -> None:
+        row = {
+            "prompt": field(prompt.row, prompt.prompt_key),
+            "answer": prompt.answer,
+            **prompt.row,
+        }
+        process = await self.pool.take()
+        try:
+            if self._gateway is not None:
+                await play(policy, process, self._gateway, row)
+            else:
+                await EnvironmentSession(policy, process, policy.rules, self._tokenizer).play(row)
+        except BaseException:
+            if process.alive:
+                process.kill()  # what it holds is nobody's any more
+            raise
+        finally:
+            self.pool.give_back(process)
 
     def close(self) -> None:
         if self._gateway is not None:
@@ -130,151 +193,12 @@ def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iter
         yield sessions
 
 
-class SessionsAnswering:
-    """Sessions that are being played, for one thread."""
-
-    def __init__(
-        self, loop: EventLoopThread, player: Player, samples: int, turns: Turns, patience_s: float
-    ) -> None:
-        self._loop = loop
-        self._player = player
-        self._samples = samples
-        self._turns = turns
-        self._patience_s = patience_s
-        self._done: queue.SimpleQueue[list[Rollout] | BaseException] = queue.SimpleQueue()
-        self._open = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        self._open += len(prompts)
-        self._loop.call(self._begin(prompts, first_group))
-
-    async def _begin(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        for group, prompt in enumerate(prompts, first_group):
-            task = asyncio.create_task(self._group(prompt, group))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _group(self, prompt: Prompt, group: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as together:
-                played = [
-                    together.create_task(self._player.play(prompt, group, sample))
-                    for sample in range(self._samples)
-                ]
-            self._done.put([rollout for one in played for rollout in one.result()])
-        except BaseExceptionGroup as failed:
-            self._done.put(failed.exceptions[0])
-        except asyncio.CancelledError:
-            self._done.put(SessionsEnded("the sessions were given up"))  # for whoever still waits
-            raise
-        except BaseException as error:
-            self._done.put(error)
-
-    def finished(self) -> list[list[Rollout]]:
-        """Return the complete groups; waits for at least one. Empty: no session is open."""
-        if not self._open:
-            return []
-        key = "session_timeout_s" if self._player.agents else "tool_timeout_s"
-        # for environments, and engines
-        limit_s = max(getattr(self._player.rules.section, key), self._patience_s)
-        groups: list[list[Rollout]] = []
-        with waiting("", limit_s):
-            while not groups or not self._done.empty():
-                try:
-                    found = self._done.get(timeout=LOOK_S)
-                except queue.Empty:
-                    continue
-                if isinstance(found, BaseException):
-                    raise found
-                groups.append(found)
-        self._open -= len(groups)
-        return groups
-
-    def close(self) -> None:
-        self._open = 0
-        with suppress(SessionsEnded):
-            self._loop.call(self._give_up())
-        self._turns.close()
-
-    async def _give_up(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-
-
-class Player:
-    """Plays sessions, as many at once as there may be environments."""
-
-    def __init__(self, sessions: Sessions, rules: Rules, turns: Turns, seed: int) -> None:
-        self.rules = rules
-        self._turns = turns
-        self._seed = seed
-        self._tokenizer = sessions._tokenizer
-        self._sampler = sessions._sampler
-        self._pool = sessions.pool
-        self._gateway = sessions._gateway
-        self._room = asyncio.Semaphore(rules.section.sessions)
-        self.agents = self._gateway is not None
-
-    async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
-        """Rows of one session, begun again if its environment fails or its fork server died."""
-        async with self._room:
-            left = TRIES
-            for attempt in range(TRIES + NURSERIES):
-                policy = Policy(
-                    self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}"
-                )
-                transcript = policy.transcript
-                transcript.counts["restarts"] = attempt
-                try:
-                    await self._played(policy, prompt)
-                    break
-                except EnvironmentFailed as error:
-                    if self._pool.closed:
-                        raise SessionsEnded("the sessions are closed") from None
-                    transcript.error = str(error)
-                    transcript.end = "error"
-                    left -= not isinstance(error, NurseryGone)
-                    if not left:
-                        break
-        return rollouts(
-            transcript, prompt, group, sample, self.rules.section, self._sampler.policy_version
-        )
-
-    async def _played(self, policy: Policy, prompt: Prompt) -> None:
-        row = {
-            "prompt": field(prompt.row, prompt.prompt_key),
-            "answer": prompt.answer,
-            **prompt.row,
-        }
-        process = await self._pool.take()
-        try:
-            if self._gateway is not None:
-                await play(policy, process, self._gateway, row)
-            else:
-                await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(row)
-        except BaseException:
-            if process.alive:
-                process.kill()  # what it holds is nobody's any more
-            raise
-        finally:
-            self._pool.give_back(process)
-
-    def _seeds(self, group: int, sample: int) -> Callable[[int], int]:
-        """The first turn's seed is that of a single answer."""
-
-        def seed(turn: int) -> int:
-            if turn == 0:
-                return request_seed(self._seed, group) + sample
-            digest = blake2b(
-                f"{self._seed}/{group}/{sample}/{turn}".encode(), digest_size=8
-            ).digest()
-            return int.from_bytes(digest, "little") >> 1
-
-        return seed
+def _seed(seed: int, group: int, sample: int, turn: int) -> int:
+    """Of a turn; the first one's is that of a single answer."""
+    if turn == 0:
+        return request_seed(seed, group) + sample
+    digest = blake2b(f"{seed}/{group}/{sample}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def rollouts(
@@ -286,7 +210,15 @@ def rollouts(
     served: int,
 ) -> list[Rollout]:
     """A rollout per branch; if nothing was sampled, an empty one of the current policy version."""
-    rows = transcript.conversation.rows()
+    whole = Rollout(
+        **vars(replace(NOTHING, policy_version=served)),
+        prompt=prompt,
+        group=group,
+        sample=sample,
+        loss_mask=(),
+        format=transcript.format,
+    )
+    rows = transcript.conversation.rows(whole)
     counts = {**transcript.counts, "forks": max(0, len(rows) - 1)}
     session = Session(
         turns=tuple(transcript.turns),
@@ -299,49 +231,22 @@ def rollouts(
         answer=transcript.answer,
         conversation=transcript.messages,
     )
-    whole = Rollout(
-        prompt,
-        group,
-        sample,
-        (),
-        (),
-        (),
-        "abort",
-        served,
-        format=transcript.format,
-        session=session,
-    )
-    if not rows:
-        return [whole]
-    return [_branch(whole, session, row, number, section) for number, row in enumerate(rows)]
+    return [
+        replace(
+            row,
+            session=session,
+            row=number,
+            loss_mask=row.loss_mask if session.error is None else [0] * len(row.loss_mask),
+            finish_reason="length" if session.end == "length" else row.finish_reason,
+            credit=credit(row.turns or (), session, section),
+        )
+        for number, row in enumerate(rows)
+    ] or [replace(whole, session=session)]
 
 
-def _branch(
-    whole: Rollout, session: Session, row: Row, number: int, section: EnvironmentSection
-) -> Rollout:
-    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [
-        whole.policy_version
-    ]
-    mixed = any(one != other for one, other in pairwise(row.versions))
-    return replace(
-        whole,
-        prompt=replace(whole.prompt, token_ids=tuple(row.prompt)),
-        token_ids=row.token_ids,
-        logprobs=row.logprobs,
-        loss_mask=row.mask if session.error is None else [0] * len(row.mask),
-        finish_reason="length" if session.end == "length" else row.finish_reason,
-        policy_version=min(own),
-        kept_ids=row.kept_ids,
-        kept_counts=row.kept_counts,
-        experts_SLK=row.experts_SLK,
-        versions=row.versions if mixed else None,
-        turns=row.turns,
-        credit=credit(row, session, section),
-        row=number,
-    )
-
-
-def credit(row: Row, session: Session, section: EnvironmentSection) -> list[float] | None:
+def credit(
+    turns: Sequence[int], session: Session, section: EnvironmentSection
+) -> list[float] | None:
     """Per-token credit: return minus session reward (`turns`), or advantage (`environment`)."""
     if section.credit == Credit.outcome:
         return None
@@ -356,4 +261,4 @@ def credit(row: Row, session: Session, section: EnvironmentSection) -> list[floa
         for place in reversed(range(len(earned))):
             later += earned[place]
             by_turn[place] = later - (session.reward or 0.0)
-    return [by_turn[turn] if 0 <= turn < len(by_turn) else 0.0 for turn in row.turns]
+    return [by_turn[turn] if 0 <= turn < len(by_turn) else 0.0 for turn in turns]

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megatron_rl.sampler.client.interface import Completion
+from megatron_rl.types import Completion
 
 TAGS = ("<tool_call>", "</tool_call>")
 # what opens a tool call and what closes it, by vLLM's parser; "": the end of the response

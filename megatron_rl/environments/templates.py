@@ -1,6 +1,5 @@
 """Checks of a model's chat template: whether turns append or fork, the parser of its tool calls."""
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from megatron_rl.config.foreign import fields_of
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.conversation import Conversation
-from megatron_rl.sampler.client.interface import Completion
+from megatron_rl.types import NOTHING
 
 # what a template says of tool calls, and vLLM's parser of those; the first that is found
 WRITES = (
@@ -123,7 +122,6 @@ CALL: dict[str, Any] = {
         {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}
     ],
 }
-NOTHING = Completion(array("i"), array("f"), "stop", [(0, 0)])
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "42"}
 
 

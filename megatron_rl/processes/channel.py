@@ -1,16 +1,19 @@
 """Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest
-size. No pickle.
+size; arrays travel as bytes. No pickle.
 """
 
 import socket
 import struct
 import time
+from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 
 LENGTH = struct.Struct("<Q")  # of a message, before it
 AT_ONCE = 64 << 10  # bytes
+TRAVELLING = ("i", "f", "|u1", "<i2")  # types of arrays
 
 
 class ChannelClosed(ConnectionError):
@@ -19,6 +22,32 @@ class ChannelClosed(ConnectionError):
 
 class Refused(Exception):
     """A request that fits no form, or cannot be followed: another engine would refuse it, too."""
+
+
+def encode(message: Any) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=_as_bytes)
+
+
+def decode(content: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Raises DecodeError, UnicodeError or RecursionError where it is nothing of this type."""
+    return msgspec.msgpack.decode(content, type=kind, dec_hook=_from_bytes)
+
+
+def _as_bytes(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.typecode, value.tobytes()
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _from_bytes(kind: Any, value: Any) -> Any:
+    name, *shape, content = value
+    if not isinstance(content, bytes) or name not in TRAVELLING:
+        raise ValueError(f"no array of {name!r:.20}")
+    if kind is array:
+        return array(name, content)
+    return np.frombuffer(content, name).reshape(*shape)
 
 
 class Channel:
@@ -30,7 +59,7 @@ class Channel:
         """Raises TimeoutError where the other side does not take them in time (the channel is of no
         use then).
         """
-        encoded = map(msgspec.msgpack.encode, messages)
+        encoded = map(encode, messages)
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(

@@ -88,7 +88,7 @@ class EventLoopThread:
 
     def __init__(self, name: str, ended: Callable[[], Exception]) -> None:
         """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
-        self._ended = ended
+        self.ended = ended
         self._loop = asyncio.new_event_loop()
         # what is asked after it would never be run
         self._stopping = False
@@ -101,7 +101,7 @@ class EventLoopThread:
         with self._lock:
             if self._stopping:
                 coroutine.close()
-                raise self._ended()
+                raise self.ended()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(
@@ -115,15 +115,19 @@ class EventLoopThread:
         future = self.submit(coroutine)
         try:
             while not wait([future], MEANWHILE_S).done:
-                if not self._thread.is_alive():  # it could not be cancelled in time
-                    raise self._ended()
+                self.check()
                 meanwhile()
             return future.result()
         except CancelledError:
-            raise self._ended() from None
+            raise self.ended() from None
         except BaseException:
             future.cancel()
             raise
+
+    def check(self) -> None:
+        """Raise once the thread has ended: what could not be cancelled in time comes to nothing."""
+        if not self._thread.is_alive():
+            raise self.ended()
 
     def stop(self) -> None:
         """Cancel what still runs, then end the thread; safe to call twice."""

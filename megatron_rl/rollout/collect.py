@@ -378,7 +378,7 @@ class Scorer:
 def _task(rollout: Rollout, text: str) -> Task:
     prompt = rollout.prompt
     session = rollout.session
-    finish = rollout.finish_reason
+    finish: str = rollout.finish_reason
     text = session.answer if session else text
     if session and session.turns and session.end != "length":  # whatever the end of this branch was
         finish = session.turns[-1].finish_reason

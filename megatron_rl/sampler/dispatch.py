@@ -1,67 +1,70 @@
 """Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying
 one's go to others.
 
-All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it
-is open. Every job's answers come back exactly once, whichever engine they come from. Every wait
-has a limit: the engine's own deadline for an answer, `TRIES` for a job, `patience_s` while there
-is no engine.
+All samples of a prompt go to one engine, which has its prefix. Every job is answered exactly once,
+whichever engine answers it. Every wait has a limit: the engine's own deadline for an answer,
+`TRIES` for a job, `patience_s` while there is no engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_rl.sampler.client.interface import (
-    Completion,
-    EngineGone,
-    RequestRefused,
-    SamplerError,
-)
+from megatron_rl.sampler.client.interface import EngineGone, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
-from megatron_rl.types import Prompt, SamplingParams
+from megatron_rl.types import Completion, Prompt, Rollout, SamplingParams, written
 
 TRIES = 4  # engines that may die over one prompt before the prompt is suspected
 # sequences given to an engine, relative to what it decodes at once: enough to refill its batch
 QUEUED = 1.25
+POLL_S = 0.01  # whether an update is over whose weights an answer is already of
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Job:
-    """Prompt to be answered `samples` times by one engine."""
+    """Prompt to be answered by one engine, with as many samples as its parameters say."""
 
     group: int
     prompt: Prompt
     seed: int  # of the first sample; the next ones count upwards
-    tries: int = 0  # so far, which ended with the engine
-    params: SamplingParams | None = None  # None: the dispatcher's
+    params: SamplingParams
     # jobs with the same one go to the same engine, which has their prefix, as long as it takes them
     key: str = ""
-    # of whoever waits for this job alone; None: `finished` tells of it
-    answer: asyncio.Future[Done] | None = None
-    given_up: bool = False
 
     def __str__(self) -> str:
         return f"prompt {self.prompt.id} of {len(self.prompt.token_ids)} tokens"
 
 
-@dataclass(frozen=True)
-class Done:
-    job: Job
-    completions: list[Completion]
-    format: str
-    version: int  # the one that was served when the job was given out
+class Meter:
+    """Counts tokens, and the time in which some job was open."""
 
+    def __init__(self) -> None:
+        self.tokens = self.retried = 0
+        self._lock = threading.Lock()
+        self._open = 0
+        self._since = 0.0
+        self._seconds = 0.0
 
-@dataclass(frozen=True)
-class _Given:
-    job: Job
-    replica: Replica
-    since: int  # place of the version in `served`
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
+
+    def count(self, jobs: int, tokens: int = 0) -> None:
+        """`jobs`: how many more are open; below 0: how many less."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._open:
+                self._seconds += now - self._since
+            self._since = now
+            self._open += jobs
+            self.tokens += tokens
 
 
 class Dispatcher:
@@ -70,12 +73,12 @@ class Dispatcher:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        params: SamplingParams,
         *,
         served: Sequence[int],
         max_sequences: int,
         patience_s: float,
         on_gone: Callable[[Replica, str], None],
+        meter: Meter,
         patient: bool = True,
     ) -> None:
         """`served`: the policy versions so far, the present one last; `on_gone` is told
@@ -83,153 +86,100 @@ class Dispatcher:
 
         `patient`: see Engine.generate.
         """
-        self.retried = 0
-        # to be set when an engine comes back, is given up, or has been updated
-        self.changed = asyncio.Event()
         self._replicas = replicas
-        self._params = params
         self._served = served
         self._patient = patient
         self._max_sequences = max_sequences
         self._patience_s = patience_s
         self._on_gone = on_gone
-        self._waiting = deque[Job]()
-        self._running: dict[asyncio.Future[list[Completion]], _Given] = {}
+        self._meter = meter
+        # of each job that waits for an engine, in their order; the first one is told of changes
+        self._waiting = deque[asyncio.Event]()
         # sequences of its own, by engine: another dispatcher's take no room here
         self._load = Counter[str]()
-        # of those that run: they have ended
-        self._over: list[asyncio.Future[list[Completion]]] = []
-        self._done: list[Done] = []
-        self._news = asyncio.Event()
         self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
-        self._asked: set[Job] = set()  # whoever waits for them alone has no answer yet
-        self._work: asyncio.Task[None] | None = None
-        self._closed: str | None = None  # why, where it was not its user
+        self._answering: set[asyncio.Task[list[Rollout]]] = set()
+        self._failure: SamplerError | None = None
 
-    def add(self, jobs: Iterable[Job]) -> None:
-        if self._closed:  # nobody looks after the engines any more
-            raise SamplerError(self._closed)
-        self._waiting.extend(jobs)
-        self.changed.set()
-        if self._work is None or self._work.cancelled():
-            self._work = asyncio.create_task(self._run())
-            self._work.add_done_callback(self._ended)
-
-    async def ask(self, job: Job) -> Done:
-        """Answer one job; if cancelled, the engine is told to stop."""
-        job.answer = asyncio.get_running_loop().create_future()
-        self._asked.add(job)
+    async def ask(self, job: Job) -> list[Rollout]:
+        """Answer a job; if cancelled, the engine is told to stop."""
+        if self._failure is not None:
+            raise self._failure
+        task = asyncio.create_task(self._answered(job))
+        self._answering.add(task)
+        self._meter.count(1)
+        tokens = 0
         try:
-            self.add([job])
-            if not self._works:
-                self._raise_failure()
-            return await job.answer
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise self._failure or SamplerError("the request was given up")
+            rollouts = task.result()
+            tokens = sum(len(one.token_ids) for one in rollouts)
         finally:
-            self._asked.discard(job)
-            if not job.answer.done() or job.answer.cancelled():
-                self._give_up(job)
+            task.cancel()  # where the caller was
+            self._answering.discard(task)
+            self._meter.count(-1, tokens)
+        return rollouts
 
-    def _give_up(self, job: Job) -> None:
-        job.given_up = True
-        with suppress(ValueError):
-            self._waiting.remove(job)
-        for answering, given in self._running.items():
-            if given.job is job:
-                answering.cancel()
+    def notify(self) -> None:
+        """An engine came back, was given up, has been updated, or has room."""
+        if self._waiting:
+            self._waiting[0].set()
 
-    async def finished(self) -> list[Done]:
-        """Return the jobs that are complete by now; wait for one. Empty: none is open any more."""
-        while not self._done and self._works and (self._waiting or self._running):
-            self._news.clear()
-            await self._news.wait()
-        if not self._done:
-            self._raise_failure()
-        done = self._done
-        self._done = []
-        return done
-
-    async def close(self, why: str | None = None) -> None:
+    async def close(self, why: str = "the request was given up") -> None:
         """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
-        self._closed = why
-        self._fail_asked(SamplerError(why or "the request was given up"))
-        self._waiting.clear()
-        self._done.clear()
-        if self._work is None:
-            self._news.set()
-            return
-        self._work.cancel()
-        await asyncio.wait([self._work])
+        self._failure = self._failure or SamplerError(why)
+        open_tasks = list(self._answering)
+        for task in open_tasks:
+            task.cancel()
+        if open_tasks:
+            await asyncio.wait(open_tasks)
 
-    @property
-    def _works(self) -> bool:
-        return self._work is not None and not self._work.done()
+    async def _answered(self, job: Job) -> list[Rollout]:
+        reason = ""
+        for attempt in range(TRIES):
+            replica = await self._next_replica(job, first=attempt > 0)
+            since = len(self._served) - 1
+            self._count(replica, job.params.samples)
+            try:
+                completions = await replica.wait_for(
+                    self._completions(job, replica, self._served[since])
+                )
+                while replica.state is State.updating and self._others(completions, since):
+                    await asyncio.sleep(POLL_S)  # the news that they are loaded is on its way
+                if others := self._others(completions, since):
+                    allowed = " or ".join(map(str, self._served[since:]))
+                    raise EngineGone(
+                        f"{replica.name} answered with policy version {min(others)}, not {allowed}"
+                    )
+            except EngineGone as error:
+                reason = str(error)
+                self._on_gone(replica, reason)
+            except RequestRefused as error:
+                raise SamplerError(f"{job} cannot be answered: {error}") from None
+            else:
+                replica.served += len(completions)
+                return [
+                    _rollout(job, sample, one, replica) for sample, one in enumerate(completions)
+                ]
+            finally:
+                self._count(replica, -job.params.samples)
+                self.notify()
+            self._meter.retried += 1
+        raise SamplerError(
+            f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
+        )
 
-    def _ended(self, work: asyncio.Task[None]) -> None:
-        # asyncio complains of errors that nobody has asked for
-        if not work.cancelled() and (error := work.exception()) is not None:
-            self._fail_asked(error)
-        self._news.set()
-
-    def _fail_asked(self, error: BaseException) -> None:
-        for job in self._asked:
-            if job.answer is not None and not job.answer.done():
-                job.answer.set_exception(error)
-
-    def _raise_failure(self) -> None:
-        if self._closed:
-            raise SamplerError(self._closed)
-        if self._work is not None and self._work.done() and not self._work.cancelled():
-            self._work.result()
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                self._assign()
-                if self._waiting and not self._running:
-                    await self._wait_for_an_engine()
-                    continue
-                await self.changed.wait()
-                self.changed.clear()
-                over = self._over
-                self._over = []
-                for answering in over:
-                    self._collect(answering)
-        finally:
-            await self._cancel_all()
-
-    def _assign(self) -> None:
-        while self._waiting:
-            usable = [replica for replica in self._replicas if self._can_take_one(replica)]
-            if not usable:
-                return
-            job = self._waiting.popleft()
-            replica = self._homes.get(job.key)
-            if replica not in usable:
-                replica = min(usable, key=lambda one: (one.load, one.served))
-            if job.key:
-                self._homes[job.key] = replica
-            given = _Given(job, replica, len(self._served) - 1)
-            answering = asyncio.ensure_future(self._answer(given))
-            self._count(replica, self._params.samples)
-            replica.running.add(answering)
-            self._running[answering] = given
-            answering.add_done_callback(self._note_end)
-
-    def _note_end(self, answering: asyncio.Future[list[Completion]]) -> None:
-        self._over.append(answering)
-        self.changed.set()
-
-    async def _answer(self, given: _Given) -> list[Completion]:
-        params = given.job.params or self._params
-        version = self._served[given.since]
+    async def _completions(self, job: Job, replica: Replica, version: int) -> list[Completion]:
+        params = job.params
         # greedy samples are copies of one
         distinct = 1 if params.temperature == 0 else params.samples
         samples = [
             asyncio.ensure_future(
-                given.replica.engine.generate(
-                    given.job.prompt.token_ids,
+                replica.engine.generate(
+                    job.prompt.token_ids,
                     params,
-                    given.job.seed + sample,
+                    job.seed + sample,
                     version=version,
                     patient=self._patient,
                 )
@@ -243,24 +193,71 @@ class Dispatcher:
                 one.cancel()
         return [answer for answer in answers for _ in range(params.samples // distinct)]
 
-    def _can_take_one(self, replica: Replica) -> bool:
+    def _others(self, completions: Sequence[Completion], since: int) -> set[int]:
+        """Policy versions of the tokens, less those that were served since the job was given out."""
+        versions = set[int]().union(*(one.all_versions for one in completions))
+        return versions - set(self._served[since:])
+
+    async def _next_replica(self, job: Job, first: bool) -> Replica:
+        """Wait for an engine that can take the job, behind those that wait already or before them.
+        Raise where there is none in time, or can be; an update has limits of its own.
+        """
+        news = asyncio.Event()
+        if first:
+            self._waiting.appendleft(news)
+        else:
+            self._waiting.append(news)
+        deadline = time.monotonic() + self._patience_s
+        try:
+            while self._waiting[0] is not news or not (usable := self._usable(job)):
+                if self._waiting[0] is not news or self._is_coming:
+                    deadline = time.monotonic() + self._patience_s
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or all(replica.given_up for replica in self._replicas):
+                    self._failure = self._failure or NoServerLeft(
+                        self._replicas, self._served[-1], self._patience_s
+                    )
+                if self._failure is not None:
+                    raise self._failure
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), remaining)
+                news.clear()
+        finally:
+            self._waiting.remove(news)
+            self.notify()
+        replica = self._homes.get(job.key)
+        if replica not in usable:
+            replica = min(usable, key=lambda one: (one.load, one.served))
+        if job.key:
+            self._homes[job.key] = replica
+        return replica
+
+    def _usable(self, job: Job) -> list[Replica]:
+        return [replica for replica in self._replicas if self._can_take(replica, job)]
+
+    @property
+    def _is_coming(self) -> bool:
+        """True if there will be an engine with room: one works, or is about to be ready."""
+        states = {replica.state for replica in self._replicas}
+        return self._load.total() > 0 or not states.isdisjoint((State.behind, State.updating))
+
+    def _can_take(self, replica: Replica, job: Job) -> bool:
         current = replica.state is State.ready and replica.version == self._served[-1]
         load = self._load[replica.name]
         # one engine alone is given everything: what shares its batches must not hang on when
         # something was finished
         alone = len(self._replicas) == 1
         return current and (
-            load == 0 or alone or load + self._params.samples <= self._room(replica)
+            load == 0 or alone or load + job.params.samples <= self._room(replica, job)
         )
 
-    def _room(self, replica: Replica) -> int:
+    def _room(self, replica: Replica, job: Job) -> int:
         """Sequences that an engine is given: what it decodes at once, as far as its cache holds
         that many, and some.
         """
         sequences = self._max_sequences
-        if replica.cache_tokens and self._waiting:
-            first = self._waiting[0]
-            longest = len(first.prompt.token_ids) + (first.params or self._params).max_tokens
+        if replica.cache_tokens:
+            longest = len(job.prompt.token_ids) + job.params.max_tokens
             sequences = min(sequences, replica.cache_tokens // longest)
         return int(QUEUED * sequences)
 
@@ -268,93 +265,13 @@ class Dispatcher:
         replica.load += sequences
         self._load[replica.name] += sequences
 
-    def _other_versions(self, given: _Given, completions: Sequence[Completion]) -> set[int]:
-        """Those of an answer's tokens, less the weights that were served since it was asked."""
-        versions = {version for one in completions for version, tokens in one.spans if tokens}
-        return versions - set(self._served[given.since :])
 
-    def _is_early(self, answering: asyncio.Future[list[Completion]]) -> bool:
-        """Return True for an answer of weights that an engine has just loaded, before its reply to
-        that update was handled.
-        """
-        given = self._running[answering]
-        if (
-            given.replica.state is not State.updating
-            or answering.cancelled()
-            or answering.exception() is not None
-        ):
-            return False
-        return bool(self._other_versions(given, answering.result()))
-
-    def _collect(self, answering: asyncio.Future[list[Completion]]) -> None:
-        if self._is_early(answering):
-            self._over.append(answering)  # looked at again once the update is over
-            return
-        given = self._release(answering)
-        replica = given.replica
-        job = given.job
-        if job.given_up:
-            return
-        if answering.cancelled():  # its supervisor took the engine out
-            self._retry(job, replica.reason)
-            return
-        try:
-            completions = answering.result()
-        except EngineGone as error:
-            self._on_gone(replica, str(error))
-            self._retry(job, str(error))
-            return
-        except RequestRefused as error:
-            raise SamplerError(f"{job} cannot be answered: {error}") from None
-        allowed = self._served[given.since :]
-        if other := self._other_versions(given, completions):
-            reason = f"{replica.name} answered with policy version {min(other)}, not {' or '.join(map(str, allowed))}"
-            self._on_gone(replica, reason)
-            self._retry(job, reason)
-            return
-        replica.served += len(completions)
-        done = Done(job, completions, replica.format.value, allowed[0])
-        if job.answer is None:
-            self._done.append(done)
-            self._news.set()
-        elif not job.answer.done():
-            job.answer.set_result(done)
-
-    def _release(self, answering: asyncio.Future[list[Completion]]) -> _Given:
-        given = self._running.pop(answering)
-        given.replica.running.discard(answering)
-        self._count(given.replica, -self._params.samples)
-        return given
-
-    def _retry(self, job: Job, reason: str) -> None:
-        job.tries += 1
-        self.retried += 1
-        if job.tries >= TRIES:
-            raise SamplerError(
-                f"{job} was given up: {TRIES} tries ended with the server, the last one with: "
-                f"{reason}"
-            )
-        self._waiting.appendleft(job)
-
-    async def _wait_for_an_engine(self) -> None:
-        """Wait until an engine is ready; raise where none is in time, or can be. An update has
-        limits of its own.
-        """
-        deadline = time.monotonic() + self._patience_s
-        while not any(self._can_take_one(replica) for replica in self._replicas):
-            if any(one.state in (State.behind, State.updating) for one in self._replicas):
-                deadline = time.monotonic() + self._patience_s
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or all(replica.given_up for replica in self._replicas):
-                raise NoServerLeft(self._replicas, self._served[-1], self._patience_s)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), remaining)
-                self.changed.clear()
-
-    async def _cancel_all(self) -> None:
-        for answering in list(self._running):
-            answering.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-        for answering in list(self._running):
-            self._release(answering)
-        self._over.clear()
+def _rollout(job: Job, sample: int, completion: Completion, replica: Replica) -> Rollout:
+    return Rollout(
+        **vars(completion),
+        prompt=job.prompt,
+        group=job.group,
+        sample=sample,
+        loss_mask=written(len(completion.token_ids)),
+        format=replica.format.value,
+    )

@@ -1,5 +1,5 @@
 """All engines of a sampler: starts and ends its own, takes given ones, each under a supervisor;
-opens dispatchers, adds jobs, tells health, asks for what modules put out.
+opens dispatchers, tells health, asks for what modules put out.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, Kind
 from megatron_rl.sampler.client.lines import PortLine
-from megatron_rl.sampler.dispatch import Dispatcher, Job
+from megatron_rl.sampler.dispatch import Dispatcher, Meter
 from megatron_rl.sampler.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -23,7 +23,6 @@ from megatron_rl.sampler.engine_settings import (
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
-from megatron_rl.types import SamplingParams
 
 NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
 SHUT_S = 5.0  # for what still watches
@@ -85,24 +84,19 @@ class Replicas:
         """
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
-    async def dispatcher(self, params: SamplingParams, patient: bool) -> Dispatcher:
+    async def dispatcher(self, meter: Meter, patient: bool) -> Dispatcher:
         state = self._state
         dispatcher = Dispatcher(
             self.all,
-            params,
             served=state.served,
             max_sequences=max_sequences(self._settings.sampler),
             patience_s=state.start_timeout_s,
             on_gone=state.take_out,
+            meter=meter,
             patient=patient,
         )
         state.dispatchers.append(dispatcher)
         return dispatcher
-
-    async def add(self, dispatcher: Dispatcher, jobs: Sequence[Job]) -> None:
-        if dispatcher not in self._state.dispatchers:
-            self._state.dispatchers.append(dispatcher)  # it had been given up
-        dispatcher.add(jobs)
 
     async def give_up(self, dispatcher: Dispatcher) -> None:
         if dispatcher in self._state.dispatchers:

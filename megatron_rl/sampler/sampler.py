@@ -16,10 +16,10 @@ import asyncio
 import queue
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -34,12 +34,13 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.sampler.client.interface import Completion, SamplerError
-from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
+from megatron_rl.sampler.answering import Answering, answered
+from megatron_rl.sampler.client.interface import SamplerError
+from megatron_rl.sampler.dispatch import Dispatcher, Job, Meter
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
-from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat, written
+from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Sampler:
         self._worker_extension = worker_extension
         self._owner = threading.get_ident()
         self._meter = Meter()
+        self._restarts = 0  # before the last launch
         self._loop: EventLoopThread | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._replicas: Replicas | None = None
@@ -141,23 +143,40 @@ class Sampler:
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> Answering:
         """Answer prompts group by group. `patient`: see Engine.generate."""
-        self.wait_ready()
-        dispatcher = self._ask(lambda replicas: replicas.dispatcher(params, patient))
-        return Answering(self._ask, self._meter, dispatcher, seed)
+        loop, dispatcher = self._dispatcher(patient)
+
+        def answer(prompt: Prompt, group: int) -> Awaitable[list[Rollout]]:
+            return dispatcher.ask(Job(group, prompt, request_seed(seed, group), params))
+
+        return Answering(
+            loop,
+            answer,
+            waiting=self._waiting,
+            close=partial(self._give_up, dispatcher),
+            meanwhile=self._pass_on_notes,
+        )
 
     def turns(self, params: SamplingParams, *, patient: bool) -> Turns:
         """Answer the requests of conversations, each by itself. `patient`: see Engine.generate."""
+        loop, dispatcher = self._dispatcher(patient)
+        close = partial(self._give_up, dispatcher)
+        return Turns(loop, dispatcher, replace(params, samples=1), close)
+
+    def _dispatcher(self, patient: bool) -> tuple[EventLoopThread, Dispatcher]:
         self.wait_ready()
+        dispatcher = self._ask(lambda replicas: replicas.dispatcher(self._meter, patient))
         assert self._loop is not None
-        one_by_one = replace(params, samples=1)
-        dispatcher = self._ask(lambda replicas: replicas.dispatcher(one_by_one, patient))
-        return Turns(self._ask, self._loop, self._meter, dispatcher, one_by_one)
+        return self._loop, dispatcher
+
+    def _give_up(self, dispatcher: Dispatcher) -> None:
+        with suppress(SamplerError):  # the sampler itself has ended
+            self._ask(lambda replicas: replicas.give_up(dispatcher))
 
     @property
     def stats(self) -> SamplerStats:
         meter = self._meter
         restarts = self._replicas.restarted if self._replicas else 0
-        return SamplerStats(meter.tokens, meter.seconds, meter.retried, meter.restarts + restarts)
+        return SamplerStats(meter.tokens, meter.seconds, meter.retried, self._restarts + restarts)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -269,7 +288,7 @@ class Sampler:
             self._loop.stop()
             self._loop = None
         if self._replicas is not None:
-            self._meter.restarts += self._replicas.restarted
+            self._restarts += self._replicas.restarted
             self._replicas.end_processes()
             self._replicas = None
         if self._folder is not None:
@@ -295,11 +314,17 @@ class Sampler:
         replicas = self._replicas
         if loop is None or replicas is None:
             raise SamplerError(NOT_RUNNING)
+        with self._waiting():
+            return loop.call(ask(replicas), self._pass_on_notes)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a wait for the engines."""
         section = self._settings.sampler
         limit_s = max(section.request_timeout_s, section.start_timeout_s)
         try:
             with waiting("server" if uses_servers(section) else "engine", limit_s):
-                return loop.call(ask(replicas), self._pass_on_notes)
+                yield
         finally:
             self._pass_on_notes()
 
@@ -308,117 +333,20 @@ class Sampler:
             self._note(self._notes.get())
 
 
-class Meter:
-    """Counts tokens, and the time in which something was open, whoever has asked."""
-
-    def __init__(self) -> None:
-        self.tokens = self.retried = 0
-        self.restarts = 0  # before the last launch
-        self._lock = threading.Lock()
-        self._open = 0
-        self._since = 0.0
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        with self._lock:
-            return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
-
-    def count(self, groups: int, tokens: int = 0, retried: int = 0) -> None:
-        """`groups`: how many more are open; below 0: how many less."""
-        with self._lock:
-            now = time.perf_counter()
-            if self._open:
-                self._seconds += now - self._since
-            self._since = now
-            self._open += groups
-            self.tokens += tokens
-            self.retried += retried
-
-
-class _Dispatched:
-    """Requests through a dispatcher of their own. `ask`: the engines, on their event loop."""
-
-    def __init__(
-        self, ask: Callable[[Callable[[Any], Any]], Any], meter: Meter, dispatcher: Dispatcher
-    ) -> None:
-        self._ask = ask
-        self._meter = meter
-        self._dispatcher = dispatcher
-        self._retried = 0
-
-    def _count_end(self, groups: int, tokens: int) -> None:
-        retried = self._dispatcher.retried
-        self._meter.count(-groups, tokens, retried - self._retried)
-        self._retried = retried
-
-    def close(self) -> None:
-        """Cancel open requests; safe to call twice, from another thread, and after the
-        sampler's own end.
-        """
-        with suppress(SamplerError):
-            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
-
-
-class Answering(_Dispatched):
-    """Open prompts of one thread; other threads may use the sampler meanwhile."""
-
-    def __init__(
-        self,
-        ask: Callable[[Callable[[Any], Any]], Any],
-        meter: Meter,
-        dispatcher: Dispatcher,
-        seed: int,
-    ) -> None:
-        super().__init__(ask, meter, dispatcher)
-        self._seed = seed
-        self._open = 0
-
-    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group`
-        plus its index.
-        """
-        jobs = [
-            Job(group, one, request_seed(self._seed, group))
-            for group, one in enumerate(prompts, first_group)
-        ]
-        if jobs:
-            self._open += len(jobs)
-            self._meter.count(len(jobs))
-            self._ask(lambda replicas: replicas.add(self._dispatcher, jobs))
-
-    def finished(self) -> list[list[Rollout]]:
-        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing
-        is open any more.
-        """
-        if not self._open:
-            return []
-        done = self._ask(lambda _: self._dispatcher.finished())
-        groups = [_rollouts(one) for one in done]
-        self._open -= len(groups)
-        self._count_end(len(groups), sum(len(one.token_ids) for group in groups for one in group))
-        return groups
-
-    def close(self) -> None:
-        self._meter.count(-self._open)
-        self._open = 0
-        super().close()
-
-
-class Turns(_Dispatched):
+class Turns:
     """Requests of conversations, asked from another event loop."""
 
     def __init__(
         self,
-        ask: Callable[[Callable[[Any], Any]], Any],
         loop: EventLoopThread,
-        meter: Meter,
         dispatcher: Dispatcher,
         params: SamplingParams,
+        close: Callable[[], None],
     ) -> None:
-        super().__init__(ask, meter, dispatcher)
         self._loop = loop
+        self._dispatcher = dispatcher
         self._params = params
+        self.close = close  # safe to call twice
 
     async def ask(
         self,
@@ -428,58 +356,12 @@ class Turns(_Dispatched):
         seed: int,
         key: str,
         tools: ToolFormat | None = None,
-    ) -> tuple[Completion, str]:
-        """Return a completion and its engine's weight format; `key`: see dispatch.Job."""
-        job = Job(
-            group=0,
-            prompt=Prompt(0, tuple(tokens), "", {}),
-            seed=seed,
-            key=key,
-            params=replace(self._params, max_tokens=max_tokens, tools=tools),
-        )
-        self._meter.count(1)
-        written = 0
-        try:
-            done = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
-            written = len(done.completions[0].token_ids)
-        finally:
-            self._count_end(1, written)
-        return done.completions[0], done.format
-
-
-def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Rollouts of all prompts, group by group, from an Answering or its like, which is closed
-    at the end.
-    """
-    groups: list[list[Rollout]] = []
-    with closing(answering):
-        answering.add(prompts, first_group)
-        while more := answering.finished():
-            groups += more
-    return [
-        rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group
-    ]
-
-
-def _rollouts(done: Done) -> list[Rollout]:
-    return [
-        Rollout(
-            prompt=done.job.prompt,
-            group=done.job.group,
-            sample=sample,
-            token_ids=one.token_ids,
-            logprobs=one.logprobs,
-            loss_mask=written(len(one.token_ids)),
-            finish_reason=one.finish_reason,
-            policy_version=one.spans[0][0] if one.token_ids else done.version,
-            format=done.format,
-            kept_ids=one.kept_ids,
-            kept_counts=one.kept_counts,
-            experts_SLK=one.experts_SLK,
-            versions=one.versions,
-        )
-        for sample, one in enumerate(done.completions)
-    ]
+    ) -> Rollout:
+        """`key`: see dispatch.Job."""
+        params = replace(self._params, max_tokens=max_tokens, tools=tools)
+        job = Job(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
+        (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
+        return rollout
 
 
 def request_seed(seed: int, group: int) -> int:

@@ -70,7 +70,7 @@ class SamplerState:
     def tell(self) -> None:
         """Tell dispatchers that an engine came back, was given up, or has been updated."""
         for dispatcher in self.dispatchers:
-            dispatcher.changed.set()
+            dispatcher.notify()
 
     def take_out(self, replica: Replica, reason: str) -> None:
         reason = reason.removeprefix(f"{replica.name}: ")

@@ -109,8 +109,9 @@ class Device:
 
 
 def _told(sample: Sample) -> list[Any]:
-    shape, content = sample.told_experts()
-    return np.frombuffer(content, np.uint8).reshape(-1, *shape).tolist()
+    told_SLK = sample.told_experts()
+    assert told_SLK is not None
+    return told_SLK.tolist()
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from live_engine import Case, attempt, begin
 from tiny_engine import PROMPTS
@@ -20,20 +19,18 @@ from megatron_rl.weight_sync import file_transport as transport
 TOKENS = 16
 BEFORE = 6
 TOKEN_IDS = [list(prompt.token_ids) for prompt in PROMPTS]
-Answer = tuple[list[int], list[float], list[list[int]]]  # tokens, logprobs, spans
+Answer = tuple[list[int], list[float], list[int]]  # tokens, logprobs, versions
 
 
 def end(engine: Engine, steps: int = 60) -> dict[int, Answer]:
     """By the number of the sample."""
     found = {}
     for _ in range(steps):
-        for number, said in engine.step():
-            tokens = np.frombuffer(said["tokens"], np.int32)
-            logprobs = np.frombuffer(said["logprobs"], np.float32)
+        for number, said in engine.samples.step():
             found[number] = (
-                tokens.tolist(),
-                logprobs.tolist(),
-                [list(span) for span in said["spans"]],
+                list(said.token_ids),
+                list(said.logprobs),
+                sorted(said.all_versions),
             )
     assert not engine.samples
     return found
@@ -65,7 +62,7 @@ def finish(engine: Engine) -> None:
 def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor]) -> list[Answer]:
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
-        assert engine.step() == []
+        assert engine.samples.step() == []
     engine.start_weight_update()
     engine.update_weights(write(case, tensors))
     finish(engine)
@@ -106,7 +103,7 @@ def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
     """Refuse an update without its last tensor in mid-answer; open samples go on unchanged."""
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
-        engine.step()
+        engine.samples.step()
     engine.start_weight_update()
     whole = list(case.tensors(2).items())
     engine.update_weights(write(case, dict(whole[:-1])))
@@ -120,7 +117,7 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     version = engine.ready.policy_version
     first = begin(engine, TOKENS)
     for _ in range(3):
-        engine.step()
+        engine.samples.step()
     found = {
         "asleep": attempt(lambda: engine.sleep(1)),
         "open": engine.status()["open"],
@@ -136,11 +133,11 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     found["same"] = [tokens for tokens, _, _ in again] == [answers[number][0] for number in first]
     newer = begin(engine, TOKENS, patient=True, policy_version=version + 1)
     found["waits for a newer version"] = end(engine) == {}
-    engine.cancel(newer)
+    engine.samples.cancel(newer)
     found["impatient"] = attempt(lambda: begin(engine, TOKENS, policy_version=version + 1))
     given_up = begin(engine, TOKENS)
-    engine.step()
-    engine.cancel(given_up)
+    engine.samples.step()
+    engine.samples.cancel(given_up)
     found["given up"] = (len(engine.samples), end(engine)) == (0, {})
     return found
 

@@ -141,7 +141,7 @@ def begin(engine: Engine, max_tokens: int, **more: Any) -> list[int]:
     for seed, prompt in enumerate(PROMPTS):
         for sample in range(2):
             numbers.append(next(NUMBERS))
-            engine.generate(
+            engine.samples.begin(
                 numbers[-1],
                 tokens=list(prompt.token_ids),
                 seed=seed + sample,
@@ -153,9 +153,12 @@ def begin(engine: Engine, max_tokens: int, **more: Any) -> list[int]:
 
 def answers(engine: Engine) -> list[Any]:
     numbers = begin(engine, 6)
-    said = dict(reply for _ in range(6) for reply in engine.step())
+    said = dict(reply for _ in range(6) for reply in engine.samples.step())
     assert not engine.samples, "six tokens each, in six steps"
-    return [[said[number]["tokens"].hex(), said[number]["logprobs"].hex()] for number in numbers]
+    return [
+        [said[number].token_ids.tobytes().hex(), said[number].logprobs.tobytes().hex()]
+        for number in numbers
+    ]
 
 
 def attempt(call: Callable[[], Any]) -> str:

@@ -175,7 +175,7 @@ def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
     for answers in (case["same weights"], case["ahead"][1]):
         same = [tokens == mine for (tokens, _, _), (mine, _) in zip(answers, alone, strict=True)]
         assert sum(same) >= len(alone) - 2
-        assert all(len(spans) == 2 for _, _, spans in answers)
+        assert all(len(versions) == 2 for _, _, versions in answers)
 
 
 def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
@@ -183,7 +183,7 @@ def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
     refused = case["refused"]
     assert "missing tensor" in refused["said"]
     assert [answer[:2] for answer in refused["answers"]] == [answer[:2] for answer in case["alone"]]
-    assert {len(spans) for _, _, spans in refused["answers"]} == {1}
+    assert {len(versions) for _, _, versions in refused["answers"]} == {1}
     assert refused["status"]["policy_version"] == case["versions"]
 
 

@@ -29,10 +29,6 @@ def output(tokens: list[int], told: tuple[np.ndarray, np.ndarray] | None) -> Sim
     return SimpleNamespace(new_token_ids=tokens, new_logprobs=named, routed_experts=None)
 
 
-def numbers(answer: dict[str, Any], name: str, kind: Any) -> list[Any]:
-    return np.frombuffer(answer[name], kind).tolist()
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_a_sample_of_candidates_holds_nothing_of_its_batch(dtype: Any) -> None:
     """Each step's arrays are of the whole batch, and as wide as its widest request."""
@@ -46,9 +42,9 @@ def test_a_sample_of_candidates_holds_nothing_of_its_batch(dtype: Any) -> None:
         ids_K.fill(0)  # the buffers are used again
         logprobs_K.fill(0)
     answer = sample.completed("stop", 0)
-    kept = iter(numbers(answer, "kept_ids", "i4"))
-    counts = numbers(answer, "kept_counts", "i4")
-    found = numbers(answer, "logprobs", "f4")
+    kept = iter(answer.kept_ids or ())
+    counts = answer.kept_counts or ()
+    found = answer.logprobs
     for (drawn, *_, wanted), count, first, logprob in zip(CASES, counts, own, found, strict=True):
         assert sorted(islice(kept, count)) == sorted(wanted or [drawn])
         assert math.isnan(logprob) if wanted is None else logprob == first
@@ -73,9 +69,7 @@ def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(
         sample.take(output(tokens, told and (np.array(told[0]), np.array(told[1]))), 3)
     found = sample.completed("stop", 4)
     written = [token for tokens, _ in steps for token in tokens]
-    assert numbers(found, "tokens", "i4") == written
-    np.testing.assert_array_equal(numbers(found, "logprobs", "f4"), np.float32(logprobs))
-    assert (found["finish"], found["spans"]) == (
-        "stop",
-        [(3, len(written))] if written else [(4, 0)],
-    )
+    assert list(found.token_ids) == written
+    np.testing.assert_array_equal(found.logprobs, np.float32(logprobs))
+    version = 3 if written else 4
+    assert (found.finish_reason, found.policy_version, found.versions) == ("stop", version, None)

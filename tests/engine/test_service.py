@@ -31,6 +31,7 @@ class Engine:
         self.open: dict[int, int] = {}  # steps that are left, by number
         self.first: list[int] = []  # what the first step began with
         self.broken = False
+        self.samples = self
 
     @property
     def writes(self) -> bool:
@@ -39,7 +40,7 @@ class Engine:
     def must_wait(self, method: str) -> bool:
         return method == "values" and self.writes
 
-    def generate(self, number: int, tokens: list[int]) -> None:
+    def begin(self, number: int, tokens: list[int]) -> None:
         if tokens == [0]:
             raise ValueError("no such token")
         self.open[number] = 2

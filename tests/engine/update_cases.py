@@ -85,23 +85,20 @@ def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
     for seed, prompt in enumerate([*PROMPTS, LONG]):
         tokens = list(prompt.token_ids)
         numbers[next(NUMBERS)] = tokens
-        engine.generate(
+        engine.samples.begin(
             max(numbers),
             tokens=tokens,
             seed=seed,
             max_tokens=4 + seed % 3,
         )
-    replies = [reply for _ in range(6) for reply in engine.step()]
+    replies = [reply for _ in range(6) for reply in engine.samples.step()]
     prefilled = engine.samples.prefilled - prefilled
     for number, said in replies:
-        tokens = [*numbers[number], *np.frombuffer(said["tokens"], np.int32).tolist()]
-        kept_SLK = np.frombuffer(said["experts"], np.uint8).reshape(
-            len(tokens) - 1, *said["experts_shape"]
-        )
+        tokens = [*numbers[number], *said.token_ids]
+        kept_SLK = said.experts_SLK
+        assert kept_SLK.shape[0] == len(tokens) - 1
         (watched,) = engine.values("routed_experts", [tokens], case.version)
-        wanted_SLK = np.frombuffer(watched, np.int32).reshape(len(tokens), *said["experts_shape"])[
-            :-1
-        ]
+        wanted_SLK = np.frombuffer(watched, np.int32).reshape(-1, *kept_SLK.shape[1:])[:-1]
         differ += int((np.sort(kept_SLK) != np.sort(wanted_SLK)).any(-1).sum())
         read += kept_SLK[..., 0].size
     return {"answers": len(replies), "differ": differ, "read": read, "prefilled": prefilled}

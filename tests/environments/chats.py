@@ -12,7 +12,6 @@ import json
 import random
 import sys
 import tempfile
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rollouts import rollout
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import SENTINEL, Conversation, Turn
-from megatron_rl.sampler.client.interface import Completion
+from megatron_rl.types import Rollout
 
 APPENDS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or "
@@ -117,16 +117,13 @@ def folder_of(
     return folder
 
 
-def completion(
-    ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), finish: str = "stop"
-) -> Completion:
-    told = list(spans) or [(0, len(ids))]
-    return Completion(
-        array("i", ids),
-        array("f", [-1.0] * len(ids)),
-        finish,
-        told,
-    )
+ROW = rollout(())
+
+
+def completion(ids: Sequence[int], versions: Sequence[int] = (0,), **given: Any) -> Rollout:
+    if len(versions) > 1:
+        given["versions"] = versions
+    return rollout(ids, policy_version=versions[0], **given)
 
 
 @dataclass
@@ -216,21 +213,16 @@ class Talk:
 
     def check(self) -> Counter[str]:
         """Raises AssertionError where a promise is broken; counts forks, turns and rows."""
-        rows = self.conversation.rows()
+        rows = self.conversation.rows(ROW)
         trained = Counter[tuple[int, int]]()
         for row in rows:
-            whole = [*row.prompt, *row.token_ids]
-            assert (
-                len(row.token_ids)
-                == len(row.mask)
-                == len(row.turns)
-                == len(row.logprobs)
-                == len(row.versions)
-            )
+            whole = [*row.prompt.token_ids, *row.token_ids]
+            columns = (row.token_ids, row.loss_mask, row.turns, row.logprobs)
+            assert len({len(column) for column in columns}) == 1
             for turn in sorted(set(row.turns) - {-1}):
                 places = [place for place, number in enumerate(row.turns) if number == turn]
                 begin = places[0]
-                before = len(row.prompt)
+                before = len(row.prompt.token_ids)
                 tokens, ids = self.asked[turn]
                 assert whole[: before + begin] == tokens, (
                     f"turn {turn} stands behind other tokens than it was drawn behind"
@@ -240,9 +232,11 @@ class Talk:
                     == ids
                     == [row.token_ids[one] for one in places]
                 )
-                trained.update((turn, place) for place, one in enumerate(places) if row.mask[one])
+                trained.update(
+                    (turn, place) for place, one in enumerate(places) if row.loss_mask[one]
+                )
             assert all(
-                number >= 0 for number, kept in zip(row.turns, row.mask, strict=True) if kept
+                number >= 0 for number, kept in zip(row.turns, row.loss_mask, strict=True) if kept
             )
         every = Counter(
             {

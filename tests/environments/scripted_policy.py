@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from environments.chats import APPENDS, completion, folder_of
 from megatron_rl.config.schema import Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.sessions import Sessions
-from megatron_rl.sampler.client.interface import Completion, WrittenCall
-from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
+from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolCall, ToolFormat
 
 HERE = "environments.hostile"
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>")
@@ -47,7 +47,7 @@ class ScriptedPolicy:
         seed: int,
         key: str,
         tools: ToolFormat | None = None,
-    ) -> tuple[Completion, str]:
+    ) -> Rollout:
         self.asked.append((list(tokens), max_tokens, key))
         self.open += 1
         self.most = max(self.most, self.open)
@@ -63,16 +63,19 @@ class ScriptedPolicy:
         cut = ids[:max_tokens]
         text = text if cut == ids else self.tokenizer.decode_all(cut)
         made = completion(
-            cut, [(self.version, len(cut))], "stop" if len(cut) == len(ids) else "length"
+            cut,
+            [self.version],
+            finish_reason="stop" if len(cut) == len(ids) else "length",
+            format="int8",
         )
         if tools is None:
-            return made, "int8"
+            return made
         calls = [
-            WrittenCall(one["name"], json.dumps(one["arguments"]))
+            ToolCall(one["name"], json.dumps(one["arguments"]))
             for one in map(json.loads, CALL.findall(text))
         ]
         content = text.partition("<tool_call>")[0] if calls else text
-        return Completion(**{**vars(made), "content": content, "calls": calls}), "int8"
+        return replace(made, content=content, calls=calls)
 
     def close(self) -> None:
         pass

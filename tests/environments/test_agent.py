@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments.chats import TOOLS
+from environments.chats import ROW, TOOLS
 from environments.scripted_policy import HERE, Played, call
 from helpers import half_open, wait_for
 from openai import OpenAI
@@ -167,7 +167,7 @@ def test_what_cannot_be_asked_is_refused_by_its_field(asked: Asked, case: Any) -
     assert full == ("rollout.max_context_tokens" in why)
     assert asked({**HELLO, **IGNORED})[0] == 200
     assert asked.policy.transcript.end == "done", "what was too long before has not ended it"
-    assert len(asked.policy.transcript.conversation.rows()) == 1
+    assert len(asked.policy.transcript.conversation.rows(ROW)) == 1
 
 
 def left(asked: Asked, how: str, body: Any) -> None:
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_has_no_turn(asked: Asked, how: str) -> None:
     left(asked, how, {"messages": messages})
     assert asked({"messages": messages})[0] == 200
     asked.policy.leave_unread()
-    (row,) = transcript.conversation.rows()
+    (row,) = transcript.conversation.rows(ROW)
     assert (sorted(set(row.turns)), len(transcript.turns)) == ([-1, 0, 1], 2)
 
 
@@ -320,7 +320,7 @@ def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(
             {"role": "user", "content": "?"},
         ]
         client.chat.completions.create(model="policy", messages=messages)
-        (row,) = asked.policy.transcript.conversation.rows()
+        (row,) = asked.policy.transcript.conversation.rows(ROW)
         ids = [one for one, turn in zip(row.token_ids, row.turns, strict=True) if turn == 0]
         assert played.tokenizer.decode_all(ids) == kept
         assert made.usage is not None and made.usage.completion_tokens == len(ids)
@@ -328,7 +328,7 @@ def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(
             ids == [*played.tokenizer.encode(written), *played.tokenizer.stop_token_ids][: len(ids)]
         )
         tokens, _, _ = played.policy.asked[1]
-        assert tokens == [*row.prompt, *row.token_ids][: len(tokens)]
+        assert tokens == [*row.prompt.token_ids, *row.token_ids][: len(tokens)]
 
 
 CALLED = call("add", a=1)
@@ -373,7 +373,7 @@ def test_tool_calls_go_out_and_come_back(asked: Asked) -> None:
         },
     ]
     assert asked({"messages": messages, "tools": TOOLS, "max_tokens": 8})[0] == 200
-    (row,) = asked.policy.transcript.conversation.rows()  # it goes on behind the exact tokens
+    (row,) = asked.policy.transcript.conversation.rows(ROW)  # it goes on behind the exact tokens
     assert sorted(set(row.turns)) == [-1, 0, 1]
     assert asked(None, path="models")[0] == 200
     assert asked(HELLO, path="embeddings")[0] == 404

@@ -15,6 +15,7 @@ from environments.chats import (
     DROPS_THINKING,
     ENDS_ALL,
     OWN,
+    ROW,
     Talk,
     completion,
     folder_of,
@@ -79,8 +80,8 @@ def test_left_out_thinking_forks_and_the_rest_of_an_answer_stays_as_it_was_sampl
     talk = Talk(tokenizers["drops thinking"], random.Random(0))
     environment(talk, THOUGHTS)
     assert talk.check() == {"rows": 3, "forks": 2, "turns": 3, "grows": 0}
-    (last, *_) = [row for row in talk.conversation.rows() if 2 in row.turns]
-    text = talk.tokenizer.decode_all([*last.prompt, *last.token_ids])
+    (last, *_) = [row for row in talk.conversation.rows(ROW) if 2 in row.turns]
+    text = talk.tokenizer.decode_all([*last.prompt.token_ids, *last.token_ids])
     assert "so" not in text
     assert "\n42<|im_end|>" in text
     assert "\n43<|im_end|>" in text
@@ -160,13 +161,13 @@ def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokeniz
     ids = tokenizers["appends"].encode("the answer")
     conversation.answered(
         first,
-        completion(ids, [(3, 1), (4, len(ids) - 1)]),
+        completion(ids, [3, *[4] * (len(ids) - 1)]),
         answer,
     )
     then = conversation.request([HM, answer, NO])
-    conversation.answered(then, completion([5], [(5, 1)]), answer)
-    (row,) = conversation.rows()
-    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]
+    conversation.answered(then, completion([5], [5]), answer)
+    (row,) = conversation.rows(ROW)
+    own = [version for version, kept in zip(row.versions, row.loss_mask, strict=True) if kept]
     assert own == [3] + [4] * (len(ids) - 1) + [5]
 
 
@@ -185,7 +186,7 @@ def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(
     then = conversation.request([HM, answer, NO])
     later = replace(completion([5]), experts_SLK=np.full((len(then.tokens), 2, 1), 2, np.uint8))
     conversation.answered(then, later, answer)
-    (row,) = conversation.rows()
+    (row,) = conversation.rows(ROW)
     assert row.experts_SLK[:, 0, 0].tolist() == [1] * read + [2] * (len(then.tokens) - read)
 
 

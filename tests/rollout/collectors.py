@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollouts import rollout
+
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
@@ -45,19 +47,14 @@ class Script:
         first_group: int,
         step: int,
     ) -> list[Rollout]:
-        about: dict[str, Any] = {
-            "logprobs": (-1.0,),
-            "loss_mask": (True,),
-            "policy_version": step,
-        }
         return [
-            Rollout(
-                prompt,
-                group,
-                at,
+            rollout(
                 (ord(word),),
+                prompt=prompt,
+                group=group,
+                sample=at,
                 finish_reason="length" if word.isupper() else "stop",
-                **about,
+                policy_version=step,
             )
             for group, prompt in enumerate(prompts, first_group)
             for at, word in enumerate(self.groups.pop(0) if self.groups else "nnnn")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from collectors import collector
 from helpers import wait_for
+from rollouts import rollout
 
 from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.rewards.pool import Score
@@ -56,23 +57,9 @@ class Stream:
             source.open += 1
             dull = random.Random(group).random() < self._dull
             words = ["0" if dull else str(sample % 2) for sample in range(self._samples)]
-            about: dict[str, Any] = {
-                "loss_mask": (1,),
-                "finish_reason": "stop",
-                "policy_version": source.version,
-            }
+            about = {"prompt": prompt, "group": group, "policy_version": source.version}
             self._groups.append(
-                [
-                    Rollout(
-                        prompt,
-                        group,
-                        at,
-                        (ord(word),),
-                        (-1.0,),
-                        **about,
-                    )
-                    for at, word in enumerate(words)
-                ]
+                [rollout((ord(word),), sample=at, **about) for at, word in enumerate(words)]
             )
 
     def finished(self) -> list[list[Rollout]]:

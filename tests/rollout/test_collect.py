@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from collectors import Script, collector
+from rollouts import rollout
 
 from megatron_rl.batch import Share, collate
 from megatron_rl.config.schema import (
@@ -26,7 +27,7 @@ from megatron_rl.rollout.collect import (
     sampling_params,
 )
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
-from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn
+from megatron_rl.types import Prompt, Scored, Session, SessionTurn
 
 CORRECTION = CorrectionConfig()
 
@@ -102,19 +103,9 @@ def test_a_reward_that_never_works_stops_the_run() -> None:
 
 def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:
     prompt = Prompt("0", (1,), "", {})
-    rollout = Rollout(
-        prompt,
-        0,
-        0,
-        (1,),
-        (0.0,),
-        (1,),
-        "stop",
-        0,
-    )
+    one = rollout((1,), prompt=prompt)
     scored = [
-        Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5})
-        for each in range(1000)
+        Scored(one, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5}) for each in range(1000)
     ]
     metrics = _verdicts(scored)
     assert metrics["reward/part/style"] == 0.5
@@ -146,9 +137,7 @@ def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> 
     turns = [SessionTurn(finish_reason="length", tokens=3), SessionTurn(tokens=2)]
     for end, expected in (("done", "stop"), ("length", "length")):
         session = Session(turns, rows=2, end=end, answer="42")
-        cut = Rollout(
-            Prompt(0, (1,), "", {}), 0, 0, (5,), (-1.0,), (True,), "length", 0, session=session
-        )
+        cut = rollout((5,), finish_reason="length", session=session)
         task = _task(cut, "4")
         assert (task.response, task.finish_reason) == ("42", expected)
         assert _sampled(Scored(cut, 0.0)) == 5, "of both branches"

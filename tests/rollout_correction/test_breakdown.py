@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from matrices import batch_of, flat_of, matrix, rollout_correction
+from rollouts import rollout
 
 from megatron_rl.batch import Share, collate
 from megatron_rl.config.schema import CorrectionConfig
@@ -211,20 +212,15 @@ def sessions() -> list[Scored]:
             mask += [1] * count + [0] * 2
             of_turn += [turn] * count + [-1] * 2
         session = Session(turns=tuple(SessionTurn() for _ in turns))
-        rollout = Rollout(
-            Prompt(0, (1,), "", {}),
-            0,
-            min(row, 2),
+        one = rollout(
             ids,
-            [-1.0] * len(ids),
-            mask,
-            "stop",
-            0,
+            sample=min(row, 2),
+            loss_mask=mask,
             turns=of_turn,
             session=session,
             row=row // 3,
         )
-        scored.append(Scored(rollout, 1.0))
+        scored.append(Scored(one, 1.0))
     return scored
 
 

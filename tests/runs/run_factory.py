@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollouts import rollout
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
@@ -21,7 +22,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.runs.console import Display, PlainDisplay, choose
 from megatron_rl.runs.record import Recorder
-from megatron_rl.types import Prompt, Rollout, Scored, Verdict
+from megatron_rl.types import Prompt, Scored, Verdict
 
 
 def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config:
@@ -60,14 +61,17 @@ def make_scored(
         prox += [lp + draw.gauss(0, noise) for lp in logprobs]
         prompt = Prompt(index // 4, (1, 2, 3), "1+1=", {"answer": "2"})
         tokens = tuple(draw.randint(3, 20) for _ in range(size))
-        rollout = Rollout(
-            prompt, index // 4, index % 4, tokens, logprobs, (True,) * size, "stop", 3
+        one = rollout(
+            tokens,
+            prompt=prompt,
+            group=index // 4,
+            sample=index % 4,
+            logprobs=logprobs,
+            policy_version=3,
         )
         right = draw.random() < 0.5
         scored.append(
-            Scored(
-                rollout, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong
-            )
+            Scored(one, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong)
         )
     return scored, torch.tensor(prox)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rollouts import rollout
 from run_factory import make_run, start
 
 from megatron_rl.runs import console
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.types import Prompt, Rollout, Scored, Verdict
+from megatron_rl.types import Prompt, Scored, Verdict
 from megatron_rl.workshop.reports.report import page
 from megatron_rl.workshop.reports.run_data import load_runs
 
@@ -118,18 +119,8 @@ def test_a_table_puts_numbers_to_the_right() -> None:
 
 
 def answer(text: str, verdict: Verdict, prompt: str = "1+1=") -> Scored:
-    tokens = tuple(map(ord, text))
-    rollout = Rollout(
-        Prompt(0, (1,), prompt, {}),
-        0,
-        0,
-        tokens,
-        (-1.0,) * len(tokens),
-        (True,) * len(tokens),
-        "stop",
-        0,
-    )
-    return Scored(rollout, float(verdict == Verdict.right), None, text, verdict)
+    one = rollout(tuple(map(ord, text)), prompt=Prompt(0, (1,), prompt, {}))
+    return Scored(one, float(verdict == Verdict.right), None, text, verdict)
 
 
 def test_a_right_one_another_and_the_one_that_differs_most() -> None:

@@ -3,7 +3,6 @@ it is told.
 """
 
 import asyncio
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.readiness import SyncState
 from megatron_rl.sampler.client.interface import (
-    Completion,
     EngineGone,
     Kind,
     Look,
@@ -21,11 +19,10 @@ from megatron_rl.sampler.client.interface import (
     UpdateStep,
 )
 from megatron_rl.sampler.replica import Replica, State
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Completion, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 HANG_S = 240.0
-Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(eq=False)
@@ -43,7 +40,7 @@ class ScriptedEngine:
     hangs: bool = False
     dies_at: int | None = None  # its n-th sample
     refused: tuple[int, ...] = ()  # the prompt of these tokens
-    lie: Spans | None = None  # what it says of its versions
+    lie: tuple[int, ...] = ()  # what it says of its tokens' versions
     # None: it never answers
     fails: dict[UpdateStep, Exception | None] = field(default_factory=dict)
     loads_first: bool = False  # a `finish` that fails has loaded the version before
@@ -84,15 +81,15 @@ class ScriptedEngine:
         if tuple(tokens) == self.refused:
             raise RequestRefused(f"{self.name} refused: {tokens[0]} is beyond the vocabulary")
         drawn = self.table.get(tuple(tokens), [(tokens[-1], -1.0), (seed, -2.0)])
-        spans = ((began, len(drawn)),)
-        if self.version != began:  # the update came after the first token
-            spans = (began, 1), (self.version, len(drawn) - 1)
+        # an update comes after the first token
+        versions = self.lie or (began, *[self.version] * (len(drawn) - 1))
         ids, logprobs = zip(*drawn, strict=True)
         return Completion(
-            array("i", ids),
-            array("f", logprobs),
-            "stop",
-            self.lie or spans,
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason="stop",
+            policy_version=versions[0],
+            versions=versions if len(set(versions)) > 1 else None,
         )
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:

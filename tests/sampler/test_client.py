@@ -39,26 +39,31 @@ def lied(sample: dict[str, Any], params: SamplingParams = PARAMS) -> str:
     return told(lambda frames: replied(frames, sample), use)
 
 
-def ints(*values: int) -> bytes:
-    return array("i", values).tobytes()
+def ints(*values: int) -> Any:
+    return array("i", values)
 
 
-def floats(*values: float) -> bytes:
-    return array("f", values).tobytes()
+def floats(*values: float) -> Any:
+    return array("f", values)
 
 
 LIES = {
-    "a token beyond the vocabulary": {"tokens": ints(5, 100)},
+    "a token beyond the vocabulary": {"token_ids": ints(5, 100)},
     "more tokens than were asked for": {
-        "tokens": ints(5, 5, 5),
+        "token_ids": ints(5, 5, 5),
         "logprobs": floats(-1, -1, -1),
-        "spans": [(3, 3)],
     },
     "a logprob too few": {"logprobs": floats(-1)},
     "a probability above one": {"logprobs": floats(-1, 5)},
-    "versions of more tokens": {"spans": [(3, 2), (4, 1)]},
-    "a span of a negative length": {"spans": [(3, 5), (4, -3)]},
-    "an end that nobody knows": {"finish": "<script>" * 1000},
+    "versions of more tokens": {"versions": ints(3, 3, 4)},
+    "a version that there cannot be": {"policy_version": 1 << 31},
+    "an end that nobody knows": {"finish_reason": "<script>" * 1000},
+    "an array of nothing known": {"logprobs": ["Q", b"12345678"]},
+    "half a number": {"logprobs": ["f", b"123"]},
+    "no array": {"token_ids": ["i", [5, 1 << 40]]},
+    "experts of fewer tokens": {"experts_SLK": np.zeros((2, 1, 1), np.uint8)},
+    "experts of another shape": {"experts_SLK": ["|u1", [-1, 0], b"abc"]},
+    "a thousand levels": {"content": DEEP},
 }
 
 
@@ -131,15 +136,13 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
 
 def test_experts_are_those_of_all_tokens_that_were_read() -> None:
     """Two of the prompt and the first of two sampled; of the last nothing was read."""
-    experts = {"experts": bytes(range(12)), "experts_shape": (2, 2)}
-    one = told(lambda frames: replied(frames, SAMPLE | experts), generate)
-    assert one.experts_SLK.shape == (3, 2, 2) and one.experts_SLK.dtype == np.uint8
-    wide = np.arange(12, dtype=np.int16) + 300
-    two = told(
-        lambda frames: replied(frames, SAMPLE | experts | {"experts": wide.tobytes()}), generate
-    )
-    assert two.experts_SLK.ravel().tolist() == wide.tolist()
-    assert "for 3 tokens" in lied(SAMPLE | experts | {"experts": bytes(11)}, PARAMS)
+    for dtype in (np.uint8, np.int16):
+        told_SLK = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+        sample = SAMPLE | {"experts_SLK": told_SLK}
+        one = told(lambda frames, sample=sample: replied(frames, sample), generate)
+        assert one.experts_SLK.dtype == dtype
+        assert (one.experts_SLK == told_SLK).all()
+    assert "for 3 tokens" in lied(SAMPLE | {"experts_SLK": told_SLK[:2]}, PARAMS)
 
 
 def test_what_an_engine_refuses_is_no_dead_engine() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from scripted_engine import replica, until
 
 from megatron_rl.sampler.client.interface import SamplerError
-from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
+from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Job, Meter
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.sampler.sampler import request_seed
-from megatron_rl.types import Prompt, SamplingParams
+from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 PARAMS = SamplingParams(samples=2, max_tokens=4)
 
@@ -27,68 +27,52 @@ def run(
     patience_s=0.3,
     max_sequences=4,
     during=None,
-) -> list[Done]:
-    """`use`: what is done with the dispatcher; else `count` jobs are added and waited for."""
+) -> list[list[Rollout]]:
+    """`use`: what is done with the dispatcher; else `count` jobs are asked and waited for."""
 
-    async def main() -> list[Done]:
+    async def main() -> list[list[Rollout]]:
         def gone(one: Replica, reason: str) -> None:
             one.take_out(reason)
-            dispatcher.changed.set()
+            dispatcher.notify()
 
         dispatcher = Dispatcher(
             replicas,
-            params,
             served=served,
             max_sequences=max_sequences,
             patience_s=patience_s,
             on_gone=gone,
+            meter=Meter(),
         )
         helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
             async with asyncio.timeout(240):
-                done = await (use(dispatcher) if use else all_of(dispatcher, count))
+                done = await (use(dispatcher) if use else all_of(dispatcher, count, params))
                 if helper:
                     await helper  # its assertions count
                 return done
         finally:
             await dispatcher.close()
-            assert not any(dispatcher._load.values()) and not any(one.running for one in replicas)
-            assert not any(one.engine.working for one in replicas), "engines are told"
+            await until(lambda: not any(one.running or one.engine.working for one in replicas))
+            assert not any(dispatcher._load.values()), "engines are told"
             if helper:
                 helper.cancel()
 
     return asyncio.run(main())
 
 
-def jobs(*numbers: int) -> list[Job]:
-    return [
-        Job(
-            number,
-            Prompt(number, (number,), "", {}),
-            10 * number,
-        )
-        for number in numbers
-    ]
+def job(number: int, params: SamplingParams = PARAMS) -> Job:
+    return Job(number, Prompt(number, (number,), "", {}), 10 * number, params)
 
 
-async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
-    dispatcher.add(jobs(*range(count)))
-    return await rest(dispatcher)
+async def all_of(
+    dispatcher: Dispatcher, count: int, params: SamplingParams = PARAMS
+) -> list[list[Rollout]]:
+    return await asyncio.gather(*(dispatcher.ask(job(number, params)) for number in range(count)))
 
 
-async def rest(dispatcher: Dispatcher) -> list[Done]:
-    done = []
-    while more := await dispatcher.finished():
-        done += more
-    return done
-
-
-def tokens(result: list[Done]) -> list[list[list[int]]]:
-    """By job: whichever was ready first."""
-    return [
-        [list(one.token_ids) for one in done.completions]
-        for done in sorted(result, key=lambda one: one.job.group)
-    ]
+def tokens(result: list[list[Rollout]]) -> list[list[list[int]]]:
+    """By job."""
+    return [[list(one.token_ids) for one in group] for group in result]
 
 
 def expected(count: int) -> list[list[list[int]]]:
@@ -123,7 +107,7 @@ def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
     async def find_out(dispatcher, gone):
         await until(lambda: hanging.engine.asked)
         gone(hanging, "no answer")
-        await until(lambda: 2 * dispatcher.retried == len(hanging.engine.asked))
+        await until(lambda: 2 * dispatcher._meter.retried == len(hanging.engine.asked))
 
     assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
 
@@ -138,7 +122,7 @@ def test_a_retried_prompt_comes_before_those_that_wait():
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
     behind = replica("behind", version=3)
     current = replica("c", version=4)
-    lying = replica("lying", version=4, lie=((3, 2),))
+    lying = replica("lying", version=4, lie=(3, 3))
     assert tokens(run([behind, lying, current], 6, served=[3, 4])) == expected(6)
     assert behind.engine.asked == []
     assert not lying.ready
@@ -152,7 +136,7 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
         "other",
         version=4,
         once=updated,
-        lie=((3, 1), (5, 1)),
+        lie=(3, 5),
     )
 
     async def update(dispatcher, gone):
@@ -160,12 +144,12 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
         served.append(5)
         for each in (one, other):
             each.version = each.engine.version = 5
-        dispatcher.changed.set()
+        dispatcher.notify()
 
     done = run([one, other], 2, served=served, during=update)
     assert tokens(done) == expected(2)
-    assert [one.version for one in done] == [4, 5], "drawn again with the new version"
-    assert [list(one.completions[0].versions or ()) for one in done] == [[4, 5], []]
+    assert [one.policy_version for one, _ in done] == [4, 5], "drawn again with the new version"
+    assert [list(one.versions or ()) for one, _ in done] == [[4, 5], []]
     assert "not 4 or 5" in other.reason
 
 
@@ -175,31 +159,31 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
 @pytest.mark.parametrize("loaded", [True, False])
 def test_an_answer_may_come_before_the_news_of_its_weights(loaded: bool):
     served = [4]
-    one = replica("one", version=4, lie=((5, 2),))
+    one = replica("one", version=4, lie=(5, 5))
     spare = replica("spare", version=3)
     one.engine.once = lambda: one.state is State.updating
 
     async def update(dispatcher: Dispatcher, gone) -> None:
         await until(lambda: one.engine.asked)
         one.begin_update()
-        await until(lambda: dispatcher._over)
-        await asyncio.sleep(0.01)
+        await until(lambda: not one.engine.working)
+        await asyncio.sleep(0.03)
         assert one.ready
         served.extend([5] * loaded)  # else another engine could not load them
         one.end_update()
         spare.version = served[-1]
         spare.engine.version = served[-1]
-        dispatcher.changed.set()
+        dispatcher.notify()
 
     (done,) = run([one, spare], 1, served=served, during=update)
     assert one.ready == loaded
-    assert (done.completions[0].spans == ((5, 2),)) == loaded
+    assert done[0].policy_version == (5 if loaded else 4)
 
 
 def test_copies_of_one_sample_are_drawn_once():
     one = replica()
     (done,) = run([one], 1, params=replace(PARAMS, temperature=0.0))
-    assert [list(each.token_ids) for each in done.completions] == [[0, 0], [0, 0]]
+    assert [list(each.token_ids) for each in done] == [[0, 0], [0, 0]]
     assert one.engine.asked == [0]
 
 
@@ -225,19 +209,13 @@ def test_with_no_server_left_the_error_holds_the_end_of_each():
     "a prompt that no server takes",
     "the run ends with one refusal, which names it; no server is lost",
 )
-def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
+def test_a_refused_prompt_is_named_and_spoils_no_other():
     both = [replica("a", refused=(5,)), replica("b", refused=(5,))]
 
-    async def use(dispatcher: Dispatcher) -> list[Done]:
-        dispatcher.add(jobs(0, 1))
-        await until(lambda: len(dispatcher._done) == 2)
-        dispatcher.add(jobs(5))
-        await until(lambda: not dispatcher._works)
-        first = await dispatcher.finished()
-        for _ in range(2):
-            with pytest.raises(SamplerError, match=r"prompt 5 .*refused"):
-                await dispatcher.finished()
-        return first
+    async def use(dispatcher: Dispatcher) -> list[list[Rollout]]:
+        with pytest.raises(SamplerError, match=r"prompt 5 .*refused"):
+            await dispatcher.ask(job(5))
+        return await all_of(dispatcher, 2)
 
     assert tokens(run(both, use=use)) == expected(2)
     assert all(one.ready for one in both)
@@ -247,18 +225,24 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
 def test_two_share_the_servers_and_neither_starves():
     both = [replica("a", hangs=True), replica("b", hangs=True)]
 
-    async def use(dispatcher: Dispatcher) -> list[Done]:
-        dispatcher.add(jobs(*range(100)))
+    async def use(dispatcher: Dispatcher) -> list[list[Rollout]]:
+        asked = asyncio.ensure_future(all_of(dispatcher, 100))
         await until(lambda: sum(one.load for one in both) >= 8)
         for one in both:
             one.engine.hangs = False
         other = Dispatcher(
-            both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out
+            both,
+            served=[0],
+            max_sequences=4,
+            patience_s=0.3,
+            on_gone=Replica.take_out,
+            meter=Meter(),
         )
         try:
             assert tokens(await all_of(other, 4)) == expected(4)
         finally:
             await other.close()
+            asked.cancel()
         return []
 
     run(both, use=use)
@@ -272,7 +256,7 @@ def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_mean
         await asyncio.sleep(0.4)
         assert only.engine.asked == []
         only.end_update()
-        dispatcher.changed.set()
+        dispatcher.notify()
 
     assert tokens(run([only], 2, patience_s=0.1, during=update)) == expected(2)
 
@@ -297,14 +281,16 @@ def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(
         for i, (death, pause) in enumerate(zip([*deaths, None], pauses, strict=False))
     ]
 
-    async def use(dispatcher: Dispatcher) -> list[Done]:
-        done = []
-        number = 0
+    async def use(dispatcher: Dispatcher) -> list[list[Rollout]]:
+        asked: list[asyncio.Task[list[Rollout]]] = []
         for count in added:
-            dispatcher.add(jobs(*range(number, number + count)))
-            number += count
-            done += await dispatcher.finished()
-        return done + await rest(dispatcher)
+            asked += [
+                asyncio.create_task(dispatcher.ask(job(number)))
+                for number in range(len(asked), len(asked) + count)
+            ]
+            if asked:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        return await asyncio.gather(*asked)
 
     assert tokens(run(replicas, use=use, max_sequences=max_sequences)) == expected(sum(added))
 

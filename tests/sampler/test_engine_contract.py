@@ -11,9 +11,9 @@ from scripted_engine import ScriptedEngine
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.client.interface import Completion, Engine, EngineGone, SamplerError
+from megatron_rl.sampler.client.interface import Engine, EngineGone, SamplerError
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Completion, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -115,8 +115,7 @@ def test_a_sample_is_its_seed_s(subject: Subject) -> None:
     assert 0 < len(one.token_ids) == len(one.logprobs) <= PARAMS.max_tokens
     assert max(one.logprobs) <= 0
     assert one.finish_reason in ("stop", "length")
-    assert list(one.spans) == [(subject.version, len(one.token_ids))]
-    assert one.versions is None
+    assert (one.policy_version, one.versions) == (subject.version, None)
     assert essence(subject.draw()) == essence(one)
     assert len({subject.draw(seed).token_ids.tobytes() for seed in range(4)}) > 1
 
@@ -136,8 +135,8 @@ def test_many_are_drawn_side_by_side_and_cancelled_ones_leave_nothing(subject: S
 
     found = subject.run(ask())
     alone = [subject.draw(seed) for seed in range(6)]
-    assert [(one.token_ids, one.spans) for one in found[:6]] == [
-        (one.token_ids, one.spans) for one in alone
+    assert [(one.token_ids, one.policy_version) for one in found[:6]] == [
+        (one.token_ids, one.policy_version) for one in alone
     ]
     # a batch of another size rounds otherwise on some hosts
     for one, other in zip(found, alone, strict=False):
@@ -153,12 +152,12 @@ def test_an_update_is_served_once_it_is_finished(subject: Subject) -> None:
     subject.tell("await")
     assert subject.version == before
     assert subject.tell("finish")["policy_version"] == subject.version == before + 1
-    assert subject.draw().spans[0][0] == before + 1
+    assert subject.draw().policy_version == before + 1
 
 
 def test_a_version_that_is_not_served_is_refused_or_waited_for(subject: Subject) -> None:
     version = subject.version
-    assert subject.draw(version=version - 1).spans[0][0] == version, (
+    assert subject.draw(version=version - 1).policy_version == version, (
         "a newer one is as good for who is patient"
     )
     with pytest.raises(SamplerError, match=f"serves policy version {version}"):

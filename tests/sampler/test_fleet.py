@@ -132,7 +132,7 @@ def test_closing_ends_what_the_servers_work_on(live):
     answering = live.sampler.answering(LONG, seed=2)
     with live.paused(live.replicas[0]), live.paused(live.replicas[1]):
         answering.add(MANY, 0)
-        assert all(one.running and one.load for one in live.replicas)
+        wait_for(lambda: all(one.running and one.load for one in live.replicas))
         answering.close()
     wait_for(lambda: live.open() == [0, 0])
     assert answering.finished() == []

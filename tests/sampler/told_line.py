@@ -7,21 +7,21 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.processes.channel import encode
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.interface import Completion, Look
+from megatron_rl.sampler.client.interface import Look
 from megatron_rl.sampler.client.lines import Line
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Completion, SamplingParams
 
 NAME = "server 0 (int8)"
 PARAMS = SamplingParams(samples=1, max_tokens=2)
 SAMPLE = {
-    "tokens": array("i", [5, 6]).tobytes(),
-    "logprobs": array("f", [-1.0, float("nan")]).tobytes(),
-    "finish": "length",
-    "spans": [(3, 2)],
+    "token_ids": array("i", [5, 6]),
+    "logprobs": array("f", [-1.0, float("nan")]),
+    "finish_reason": "length",
+    "policy_version": 3,
 }
 Frames = list[dict[str, Any]]
-encode = msgspec.msgpack.encode
 
 
 def replied(frames: Iterable[dict[str, Any]], value: Any = SAMPLE) -> bytes:
@@ -57,7 +57,7 @@ def generate(engine: EngineClient, params: SamplingParams = PARAMS) -> Awaitable
 
 async def sampled(engine: EngineClient) -> None:
     one = await generate(engine)
-    assert (list(one.token_ids), one.spans, one.logprobs[0]) == ([5, 6], [(3, 2)], -1.0)
+    assert (list(one.token_ids), one.policy_version, one.logprobs[0]) == ([5, 6], 3, -1.0)
 
 
 def told(

@@ -7,22 +7,19 @@ something, or to write, in that time.
 """
 
 import asyncio
-import math
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from megatron_rl.engine.messages import Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
-from megatron_rl.processes.channel import Refused
+from megatron_rl.processes.channel import Refused, decode
 from megatron_rl.processes.heartbeat import mark
 from megatron_rl.sampler.client.interface import (
-    Completion,
     EngineGone,
     Kind,
     Look,
@@ -31,10 +28,9 @@ from megatron_rl.sampler.client.interface import (
     RequestRefused,
     SamplerError,
     UpdateStep,
-    WrittenCall,
 )
 from megatron_rl.sampler.client.lines import HEALTH_TIMEOUT_S, Line
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Completion, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 OTHER_THING = "answered with something else than was asked for"
@@ -50,7 +46,6 @@ METHODS: dict[UpdateStep, str] = {
     "abort": "abort_weight_update",
     "forget": "forget_version",
 }
-_Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
 
 
 class _Error(msgspec.Struct):
@@ -73,19 +68,6 @@ class _Status(msgspec.Struct):
     longest: int = 0
     cache_tokens: int = 0
     written: int = 0
-
-
-class _Sample(msgspec.Struct):
-    tokens: bytes
-    logprobs: bytes
-    finish: Literal["stop", "length", "abort"]
-    spans: Annotated[list[tuple[Version, _Count]], msgspec.Meta(min_length=1)]
-    kept_ids: bytes | None = None
-    kept_counts: bytes | None = None
-    experts: bytes = b""  # [S, L, K] of the tokens that were read, prompt and answer
-    experts_shape: tuple[_Count, _Count] = (0, 0)  # layers, and experts of a token in each
-    content: str | None = None
-    calls: list[WrittenCall] = []
 
 
 class _Asked:
@@ -160,13 +142,13 @@ class EngineClient:
         finally:
             self._samples.discard(number)
         try:
-            return self._completion(
-                msgspec.msgpack.decode(value, type=_Sample), params, len(tokens)
-            )
-        except (msgspec.DecodeError, ValueError) as error:
+            completion: Completion = decode(value, Completion)
+            self._check(completion, params, len(tokens))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise EngineGone(
                 f"{self.name} answered with something else than tokens: {str(error)[:200]}"
             ) from None
+        return completion
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
         # a version may have been loaded before the connection ended
@@ -353,69 +335,42 @@ class EngineClient:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise EngineGone(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
 
-    def _completion(self, sample: _Sample, params: SamplingParams, prompt: int) -> Completion:
-        """A sample as it was drawn; ValueError where it cannot have been."""
-        tokens_T = np.frombuffer(sample.tokens, np.int32)
-        logprobs_T = np.frombuffer(sample.logprobs, np.float32)
-        if len(tokens_T) > params.max_tokens:
-            raise ValueError(f"{len(tokens_T)} tokens, {params.max_tokens} were asked for")
-        if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(
-            tokens_T
-        ):
-            raise ValueError(
-                f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens"
-            )
-        if len(sample.spans) > 1 and not all(count for _, count in sample.spans):
-            raise ValueError("a policy version of no token")
+    def _check(self, one: Completion, params: SamplingParams, prompt: int) -> None:
+        """ValueError where it cannot have been sampled."""
+        tokens_T = np.asarray(one.token_ids)
+        T = len(tokens_T)
+        if params.max_tokens < T:
+            raise ValueError(f"{T} tokens, {params.max_tokens} were asked for")
+        versions_T = one.versions or [one.policy_version] * T
+        if len(one.logprobs) != T or len(versions_T) != T:
+            raise ValueError(f"logprobs or policy versions that do not add up to {T} tokens")
+        if not all(NO_VERSION <= one <= LARGEST_ID for one in one.all_versions):
+            raise ValueError("a policy version that there cannot be")
         self._check_ids(tokens_T)
-        if (logprobs_T > HIGHEST_LOGPROB).any():
+        if (np.asarray(one.logprobs) > HIGHEST_LOGPROB).any():
             raise ValueError("a logprob above 0")
-        kept = counts = None
         if params.candidates:
-            if sample.kept_ids is None or sample.kept_counts is None:
-                raise ValueError("what tokens were drawn among is missing")
-            self._check_ids(np.frombuffer(sample.kept_ids, np.int32))
-            counts_T = np.frombuffer(sample.kept_counts, np.int32)
-            if len(counts_T) != len(tokens_T) or 4 * int(counts_T.sum()) != len(sample.kept_ids):
-                raise ValueError(f"candidates that do not add up for {len(tokens_T)} tokens")
-            if ((counts_T < 1) | (counts_T > params.candidates)).any():
-                raise ValueError(
-                    f"more than the {params.candidates} candidates of a token that were asked for"
-                )
-            kept = array("i", sample.kept_ids)
-            counts = array("i", sample.kept_counts)
-        tokens = array("i", sample.tokens)
-        logprobs = array("f", sample.logprobs)
-        experts = _experts(sample, prompt + max(0, len(tokens) - 1))
-        return Completion(
-            tokens,
-            logprobs,
-            sample.finish,
-            sample.spans,
-            kept,
-            counts,
-            sample.content,
-            sample.calls,
-            experts,
-        )
+            self._check_kept(one, params.candidates)
+        read = prompt + max(0, T - 1)
+        if one.experts_SLK is not None and (
+            one.experts_SLK.ndim != 3 or len(one.experts_SLK) != read
+        ):
+            raise ValueError(f"experts that do not add up for {read} tokens")
+
+    def _check_kept(self, one: Completion, candidates: int) -> None:
+        if one.kept_ids is None or one.kept_counts is None:
+            raise ValueError("what tokens were drawn among is missing")
+        self._check_ids(np.asarray(one.kept_ids))
+        counts_T = np.asarray(one.kept_counts)
+        if len(counts_T) != len(one.token_ids) or counts_T.sum() != len(one.kept_ids):
+            raise ValueError(f"candidates that do not add up for {len(one.token_ids)} tokens")
+        if ((counts_T < 1) | (counts_T > candidates)).any():
+            raise ValueError(
+                f"more than the {candidates} candidates of a token that were asked for"
+            )
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
             raise ValueError(
                 f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens"
             )
-
-
-def _experts(sample: _Sample, read: int) -> np.ndarray | None:
-    """[S, L, K] of so many tokens; an expert is one byte, or two where there are many. None: the
-    engine is silent.
-    """
-    if not sample.experts:
-        return None
-    entries = read * math.prod(sample.experts_shape)
-    if len(sample.experts) not in (entries, 2 * entries):
-        raise ValueError(
-            f"experts that do not add up for {read} tokens, {sample.experts_shape} of each"
-        )
-    kind = np.uint8 if len(sample.experts) == entries else np.int16
-    return np.frombuffer(sample.experts, kind).reshape(read, *sample.experts_shape)

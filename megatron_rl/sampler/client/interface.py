@@ -1,5 +1,4 @@
-"""Interface of any engine (generate, update, sleep, values, status), however reached; its
-answers and errors.
+"""Interface of any engine (generate, update, sleep, values, status), however reached; its errors.
 
 One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for
 each. Everything here is asynchronous, and used from one event loop. `EngineClient`
@@ -8,14 +7,11 @@ each. Everything here is asynchronous, and used from one event loop. `EngineClie
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Completion, SamplingParams
 
 Part = Literal["weights", "kv_cache"]
 Kind = Literal["activations", "routed_experts"]
@@ -60,60 +56,6 @@ def read_health(status: int, told: Mapping[str, str]) -> Look:
         return Look(False, (told.get("error") or f"its status is {status}")[:200])
     engine = told.get("engine", "")
     return Look(True, "" if engine == "answers" else f"its engine is {engine:.100}")
-
-
-@dataclass(frozen=True)
-class WrittenCall:
-    """A tool call as the engine's side has found it in an answer."""
-
-    name: str
-    arguments: str  # JSON, or what was meant to be
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Sampled sequence."""
-
-    token_ids: array[int]
-    logprobs: array[float]  # NaN where there is none
-    finish_reason: str
-    spans: Sequence[tuple[int, int]]  # policy version and number of tokens, one after the other
-    kept_ids: array[int] | None = None  # what each token was drawn among; None: among all
-    kept_counts: array[int] | None = None
-    content: str | None = None  # the text without tool calls; None: nobody has looked for any
-    calls: Sequence[WrittenCall] = ()
-    # of the tokens that were read, prompt and answer; None: nobody has kept them
-    experts_SLK: np.ndarray | None = None
-
-    @property
-    def versions(self) -> array[int] | None:
-        """Policy version of each token; None where all have one in common."""
-        if len({version for version, _ in self.spans}) < 2:
-            return None
-        versions = array("i")
-        for version, tokens in self.spans:
-            versions.extend(array("i", [version]) * tokens)
-        return versions
-
-    def first(self, count: int, prompt: int) -> Completion:
-        """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
-        spans = list[tuple[int, int]]()
-        left = count
-        for version, tokens in self.spans:
-            spans.append((version, min(tokens, left)))
-            left -= spans[-1][1]
-        counts = self.kept_counts and self.kept_counts[:count]
-        experts_SLK = self.experts_SLK
-        return replace(
-            self,
-            token_ids=self.token_ids[:count],
-            logprobs=self.logprobs[:count],
-            finish_reason="stop",
-            spans=[span for span in spans if span[1]],
-            kept_ids=self.kept_ids and self.kept_ids[: sum(counts or ())],
-            kept_counts=counts,
-            experts_SLK=None if experts_SLK is None else experts_SLK[: prompt + count - 1],
-        )
 
 
 class Engine(Protocol):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import hf_shapes
 from models import config_of, done, made, tensors_of, verdicts
+from rollouts import rollout
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import Config
@@ -26,7 +27,7 @@ from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.process import SHORT_SPIN
 from megatron_rl.sampler.client.engine_process import engine_environment
-from megatron_rl.types import Prompt, Rollout, Scored, written
+from megatron_rl.types import Prompt, Scored
 from megatron_rl.workshop.conversion.modelopt import Rows, token_rows
 
 # nats, mean |d|
@@ -130,24 +131,9 @@ def by_learner(folder: Path, rows: Rows) -> Scores:
     from megatron_rl.learner.policy import Sections
 
     learner = Learner(Model.of(read_hf_config(folder), Layout()), Sections.of(Config()))
-    parts = [
-        (
-            row[1:],
-            [0.0] * (len(row) - 1),
-            written(len(row) - 1),
-        )
-        for row in rows
-    ]
     rollouts = [
-        Rollout(
-            Prompt(number, row[:1], "", {}),
-            number,
-            0,
-            *part,
-            "stop",
-            0,
-        )
-        for number, (row, part) in enumerate(zip(rows, parts, strict=True))
+        rollout(row[1:], prompt=Prompt(number, row[:1], "", {}), group=number)
+        for number, row in enumerate(rows)
     ]
     with closing(learner):
         learner.load_hf(folder)

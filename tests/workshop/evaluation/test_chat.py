@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from collectors import Script
+from rollouts import rollout
 
 from megatron_rl.config import from_mapping
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -30,18 +31,7 @@ class Counter(Script):
         self.params.append(params)
         self.asked += self._tokenizer.decode([list(prompt.token_ids) for prompt in prompts])
         ids = self._tokenizer.encode(str(len(prompts[0].token_ids)))
-        return [
-            Rollout(
-                prompts[0],
-                0,
-                0,
-                ids,
-                [0.0] * len(ids),
-                [1] * len(ids),
-                "stop",
-                0,
-            )
-        ]
+        return [rollout(ids, prompt=prompts[0])]
 
 
 def chat(tmp_path: Path, talks: bool, **sections: Any) -> tuple[Chat, Counter]:

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rollouts import rollout
 from run_factory import make_config, make_run, make_yaml, quiet
 
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import write_rollouts
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.types import Prompt, Rollout, Scored
+from megatron_rl.types import Scored
 from megatron_rl.workshop.reports import charts, figures
 from megatron_rl.workshop.reports.after_run import finish
 from megatron_rl.workshop.reports.report import headline_numbers, page, write_report
@@ -130,16 +131,7 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
     none = Scored(
-        Rollout(
-            Prompt(0, (1,), "", {}),
-            0,
-            0,
-            [5],
-            [float("nan")],
-            [1],
-            "stop",
-            0,
-        ),
+        rollout([5], logprobs=[float("nan")]),
         reward=0.0,
     )
     for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):

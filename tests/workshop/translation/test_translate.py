@@ -14,6 +14,7 @@ import pytest
 import torch
 from loss_cases import inputs_of
 from matrices import matrix, policy_loss, rollout_correction
+from rollouts import rollout
 from torch import Tensor
 
 from translation_cases import (  # isort: skip
@@ -43,7 +44,7 @@ from megatron_rl.batch import collate
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Level, LossConfig, NonFinite
 from megatron_rl.rollout_correction.correction import without_stale
-from megatron_rl.types import Prompt, Rollout, Scored
+from megatron_rl.types import Scored
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate
 
@@ -557,23 +558,14 @@ def test_a_token_without_a_sampler_logprob_in_a_weighted_row(
 
 def answer(sample: int, versions: list[int]) -> Scored:
     tokens = len(versions)
-    given = (
+    one = rollout(
         [1] * tokens,
-        [-0.1 * (sample + 1)] * tokens,
-        [1] * tokens,
-        "stop",
-        versions[0],
+        sample=sample,
+        logprobs=[-0.1 * (sample + 1)] * tokens,
+        policy_version=versions[0],
+        versions=versions,
     )
-    return Scored(
-        Rollout(
-            Prompt(0, (1,), "", {}),
-            0,
-            sample,
-            *given,
-            versions=versions,
-        ),
-        float(sample),
-    )
+    return Scored(one, float(sample))
 
 
 def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> None:
