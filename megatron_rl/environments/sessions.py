@@ -90,14 +90,7 @@ class Sessions:
     def answering(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> Answering:
-        rules = Rules(
-            self._section,
-            params.max_tokens,
-            self._rollout.context_tokens,
-            self._data.template or {},
-            self._parser,
-            self._data.system_prompt,
-        )
+        rules = self.rules(params.max_tokens)
         turns = self._sampler.turns(params, patient=patient)
         room = asyncio.Semaphore(self._section.sessions)
 
@@ -127,6 +120,16 @@ class Sessions:
         # for environments, and engines
         around = partial(waiting, "", max(limit_s, self._patience_s))
         return Answering(self._loop, answer, waiting=around, close=turns.close)
+
+    def rules(self, response_tokens: int) -> Rules:
+        return Rules(
+            self._section,
+            response_tokens,
+            self._rollout.context_tokens,
+            self._data.template or {},
+            self._parser,
+            self._data.system_prompt,
+        )
 
     async def _played(self, prompt: Prompt, begun: Callable[[], Policy]) -> Transcript:
         """Play a session; begin again where its environment fails or its fork server died."""

@@ -59,7 +59,7 @@ class Asked:
     def __init__(self, played: Played) -> None:
         self.played = played
         sessions = played.sessions
-        rules = sessions.answering(played.params, seed=1)._player.rules
+        rules = sessions.rules(played.params.max_tokens)
         assert sessions._gateway is not None
         self.gateway = sessions._gateway
         self.policy = Policy(played.policy, played.tokenizer, rules, lambda turn: turn, "0")  # type: ignore[arg-type]

@@ -164,8 +164,8 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
         seen = []
         await updated(state, 4)
         state.transport = Transport.file if restarts else Transport.nccl
-        changed = SimpleNamespace(set=lambda: seen.append((one.ready, one.given_up)))
-        state.dispatchers.append(SimpleNamespace(changed=changed))
+        listening = SimpleNamespace(notify=lambda: seen.append((one.ready, one.given_up)))
+        state.dispatchers.append(listening)
         supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
         supervisor.start_process = lambda: setattr(one, "process", dying(one))
         supervisor.start_process()

@@ -90,12 +90,13 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
 
     async def use(state: SamplerState) -> None:
         updates = Updates([one], state)
-        open_one = SimpleNamespace(changed=asyncio.Event())
+        changed = asyncio.Event()
+        open_one = SimpleNamespace(notify=changed.set)
         state.dispatchers.append(open_one)
         await updates.hold()
         await loaded(updates)
         assert state.updating.locked(), "files may be written over until then"
-        assert open_one.changed.is_set(), "it takes prompts again"
+        assert changed.is_set(), "it takes prompts again"
         await updates.release()
         assert not state.updating.locked()
 
