@@ -24,6 +24,8 @@ class Line(Protocol):
 
 
 class Service:
+    """Requests that have arrived at an engine's process, and the lines that wait for replies."""
+
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[tuple[Line, Sequence[Frame]]] = queue.SimpleQueue()
         # by the engine's number: who asked, and by which number of theirs

@@ -68,7 +68,9 @@ class Meter:
 
 
 class Dispatcher:
-    """Used from the sampler's event loop only."""
+    """Jobs that wait for an engine, and those that engines answer. Used from the sampler's event
+    loop only.
+    """
 
     def __init__(
         self,

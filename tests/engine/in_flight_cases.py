@@ -30,7 +30,7 @@ def end(engine: Engine, steps: int = 60) -> dict[int, Answer]:
             found[number] = (
                 list(said.token_ids),
                 list(said.logprobs),
-                sorted(said.all_versions),
+                list(said.versions or [said.policy_version] * len(said.token_ids)),
             )
     assert not engine.samples
     return found

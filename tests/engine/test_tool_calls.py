@@ -10,6 +10,7 @@ from environments.chats import TOOLS
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.processes.channel import Refused
+from megatron_rl.types import ToolCall
 from megatron_rl.workshop.toy_tools import write_tools
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "317*999"}}\n</tool_call>'
@@ -30,7 +31,7 @@ def test_vllms_parser_reads_a_call_and_leaves_what_is_none(model: Path) -> None:
     about = ("hermes", json.dumps(TOOLS))
     ids = tokenizer.encode(CALL)
     found = parser.parsed([*ids, *stops[:1]], stops, *about)
-    assert found["calls"] == [{"name": "calculate", "arguments": '{"expression": "317*999"}'}]
+    assert found["calls"] == [ToolCall("calculate", '{"expression": "317*999"}')]
     assert found["content"] == ""
     for text in ("316683", CALL[:40]):
         found = parser.parsed(tokenizer.encode(text), stops, *about)

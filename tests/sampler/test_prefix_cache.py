@@ -111,7 +111,7 @@ def test_the_turns_of_a_conversation_prefill_what_was_added(live: Live) -> None:
     try:
         for turn in range(turns):
             asked = asking.ask(tokens, max_tokens=20, seed=turn, key="a session")
-            completion, _ = asyncio.run(asked)
+            completion = asyncio.run(asked)
             whole += len(tokens)
             tokens += [*completion.token_ids, *PROMPT.token_ids[:added]]
     finally:

@@ -80,7 +80,7 @@ class _Asked:
 
 
 class EngineClient:
-    """See interface.Engine."""
+    """Requests that one engine has not replied to; see interface.Engine."""
 
     def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
         self.name = name
