@@ -61,7 +61,14 @@ class Rows:
         column = self.columns[name]
         if name.endswith("_B"):
             return column[index]
-        return column.index_select(0, places_of(self.sizes(name), index))
+        sizes_B = self.sizes(name)
+        starts = (sizes_B.cumsum(0) - sizes_B)[index].tolist()
+        parts = [
+            column[start : start + size]
+            for start, size in zip(starts, sizes_B[index].tolist(), strict=True)
+        ]
+        # an index of every token would take more memory than the column
+        return torch.cat(parts) if parts else column[:0]
 
     def sizes(self, name: str) -> Tensor:
         """Entries of a column in each row."""
