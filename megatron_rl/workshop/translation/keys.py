@@ -7,7 +7,8 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,12 +56,10 @@ class Unset:
         return self.text
 
     def way_out(self, key: str) -> str:
-        if self.names and self.names[0].isidentifier():
-            named = self.names[0]
-        else:
-            named = key
         missing = ", ".join(self.names) or self.text
-        return f"needs {missing}, which the file does not set; add {named}=... to the command"
+        if self.names and self.names[0].isidentifier():
+            key = self.names[0]
+        return f"needs {missing}, which the file does not set; add {key}=... to the command"
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -123,9 +122,8 @@ class Keys:
         self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
-        if name not in self.values:
-            value = ""
-        else:
+        value = ""
+        if name in self.values:
             value = f" is {reprlib.repr(self.values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
@@ -137,14 +135,14 @@ class Keys:
             )
         self.paths.add(path)
 
-    def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
+    def refuse_if(self, condition: object, name: str, reason: str, **fields: Any) -> None:
         if condition:
             raise self.error(name, self._said(reason, fields))
 
     def note(self, condition: str, **fields: Any) -> None:
         self.notes.append(self._said(condition, fields))
 
-    def note_if(self, holds: bool, condition: str, **fields: Any) -> None:
+    def note_if(self, holds: object, condition: str, **fields: Any) -> None:
         if holds:
             self.note(condition, **fields)
 
@@ -186,10 +184,12 @@ class Keys:
                 self.refuse_if(twice, old, f"given as {new} too, with a different value")
                 self.values[new] = self.values[old]
 
-    def replace(self, other: Keys, names: Collection[str]) -> None:
+    def replace(self, other: Keys, names: Iterable[str]) -> None:
         """The values of another section for these names, absent ones included."""
-        kept = {name: value for name, value in self.values.items() if name not in names}
-        self.values = kept | {name: value for name, value in other.values.items() if name in names}
+        for name in names:
+            self.values.pop(name, None)
+            if name in other.values:
+                self.values[name] = other.values[name]
         self.notes += other.notes
         self.paths |= other.paths
         self.present = self.replaced = True
@@ -246,14 +246,11 @@ class Keys:
         return value or None
 
     def as_number(self, name: str, value: Any) -> float:
-        try:
-            # underscores separate digits in Python and YAML, and bounds in verl: never guess which
-            if isinstance(value, bool) or "_" in str(value):
-                number = math.nan
-            else:
+        number = math.nan
+        # underscores separate digits in Python and YAML, and bounds in verl: never guess which
+        if not isinstance(value, bool) and "_" not in str(value):
+            with suppress(TypeError, ValueError, OverflowError):
                 number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
         self.refuse_if(not math.isfinite(number), name, "expected a number")
         return number
 

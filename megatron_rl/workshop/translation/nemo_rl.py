@@ -32,15 +32,14 @@ def nemo_rl(mapping: Native) -> Translation:
         keys.note("k2")
         keys.goes_with(kl_estimator="k2")
     weight, rules = _weight(keys)
-    renormalize = not rules
     keys.note_if(keys.flag("force_on_policy_ratio", False), "one_update")
     threshold = keys.positive(ERROR_KEY)
-    if threshold is not None:
-        keys.refuse_if(not renormalize, ERROR_KEY, "denominators")
-        rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
+    if threshold is None:
+        return keys.translation(weight, rules, renormalize=not rules, non_finite=NonFinite.zero)
+    keys.refuse_if(rules, ERROR_KEY, "denominators")
+    rules = [RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold)]
     # a row's error that is NaN is above any threshold
-    non_finite = NonFinite.zero if threshold is None else NonFinite.reject
-    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
+    return keys.translation(weight, rules, renormalize=True, non_finite=NonFinite.reject)
 
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:

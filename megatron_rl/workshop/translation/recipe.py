@@ -146,11 +146,10 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
 
 def _set(values: Values, row: Row, name: str, value: Any) -> bool:
     """Set the counterpart of a value of theirs; return False if it has none."""
+    if value is None and None not in (row.words or ()):
+        return True
     try:
-        if value is not None or None in (row.words or ()):
-            ours = row.ours(value)
-        else:
-            ours = {}
+        ours = row.ours(value)
     except (KeyError, TypeError):
         return False
     for key, one in ours.items():
@@ -188,12 +187,10 @@ def _fit_loss(values: Values) -> None:
     """Keys of other losses than the recipe's, and of a KL that is off, are not its own."""
     chosen = values.get("loss.name", "ppo")
     others = {key for loss in LOSSES.values() for key in loss.keys} - {*LOSSES[chosen].keys, *CLIP}
-    if values.get("loss.kl_coef"):
-        off = set()
-    else:
-        off = {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
-    for key in [*(f"loss.{key}" for key in others), *off]:
-        values.pop(key, None)
+    if not values.get("loss.kl_coef"):
+        others |= {"kl_cap", "kl_estimator", "kl_to"}
+    for key in others:
+        values.pop(f"loss.{key}", None)
 
 
 def _nested(values: Values) -> dict[str, Any]:

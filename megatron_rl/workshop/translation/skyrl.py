@@ -31,14 +31,12 @@ def skyrl(mapping: Native) -> Translation:
         "policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION
     )
     weighs = weight.level != Level.none
-    keys.refuse_if(
-        loss in WITHOUT_CORRECTION and (bool(rules) or weighs), "policy_loss_type", "ignores"
-    )
+    keys.refuse_if(loss in WITHOUT_CORRECTION and (rules or weighs), "policy_loss_type", "ignores")
     keys.refuse_if(
         loss in BY_COVARIANCE and (weighs or keys.given(MASK)), "policy_loss_type", "covariance"
     )
     if loss in BY_COVARIANCE:
-        keys.note_if(bool(rules), "token_rules", loss=loss)
+        keys.note_if(rules, "token_rules", loss=loss)
         rules = []
     if rules:
         keys.note_kl("SkyRL")
@@ -50,7 +48,7 @@ def skyrl(mapping: Native) -> Translation:
         keys.refuse_if(weighs, "tis_ratio_type", "holds", loss=loss)
         keys.note(f"the ratio of {loss} is to the sampler")
         keys.goes_with(name=loss)
-        keys.note_if(bool(rules), "judges")
+        keys.note_if(rules, "judges")
     return keys.translation(weight, rules, anchor=anchor)
 
 

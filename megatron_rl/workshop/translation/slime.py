@@ -86,7 +86,7 @@ def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
             function != "" and not is_mis, name, f"{FUNCTION} {function} does not read it"
         )
     keys.refuse_if(is_mis and not mis and wanted, FUNCTION, "other_file")
-    keys.refuse_if(bool(mis) and not wanted and keys.flag("use_rs", False), "use_rs", "needs_tis")
+    keys.refuse_if(mis and not wanted and keys.flag("use_rs", False), "use_rs", "needs_tis")
     if mis and wanted:
         keys.note_if(not function, "helper")
         return _mis(keys)

@@ -63,17 +63,18 @@ def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
     found: dict[str, Any] = {}
     flag = ""
     for word in words:
-        text = word if isinstance(word, str) else word.text
+        text = str(word)
         assigned = ASSIGNED.match(text)
-        name, value = assigned.groups() if assigned else (text.lstrip("-"), "")
-        if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
+        begins_flag = text.startswith("-") and not NUMBER.match(text)
+        if isinstance(word, Unset) and text.endswith("[@]}"):  # arguments that nobody knows
             found[text] = word
             flag = ""
-        elif text.startswith("-") and not NUMBER.match(text):
-            flag = "" if assigned else name
-            found[name] = _value(word, value, reading) if assigned else True
-        elif assigned and not flag:
-            found[name] = _value(word, value, reading)
+        elif assigned and (begins_flag or not flag):
+            found[assigned[1]] = _value(word, assigned[2], reading)
+            flag = ""
+        elif begins_flag:
+            flag = text.lstrip("-")
+            found[flag] = True
         elif flag:
             one = _value(word, text, reading)
             found[flag] = one if found[flag] is True else [*_listed(found[flag]), one]

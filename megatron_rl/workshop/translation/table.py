@@ -53,20 +53,10 @@ class Row:
 
     def ours(self, value: Any) -> Mapping[str, Any]:
         """Our keys with their values for theirs; KeyError where there are none."""
-        if self.part is not None:
-            value = value[self.part :: 2] if isinstance(value, list) else value
-        if (
-            isinstance(value, str)
-            and value.lower() in ("true", "false")
-            and self.words
-            and value not in self.words
-        ):
-            value = value.lower() == "true"
+        if self.part is not None and isinstance(value, list):
+            value = value[self.part :: 2]
         if self.words is not None:
-            if value not in self.words and "else" in self.words:
-                value = self.words["else"]
-            else:
-                value = self.words[value]
+            value = self.words[value if value in self.words else "else"]
         elif not isinstance(value, list | dict):
             value = self.instead.get(value, value)
         if self.spread and isinstance(value, list):
@@ -171,7 +161,6 @@ def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:
         fields = dict(said) if isinstance(said, Mapping) else {"to": said}
         for name in ("to", "fine", "former"):
             if name in fields:
-                fields[name] = (
-                    tuple(fields[name]) if isinstance(fields[name], list) else (fields[name],)
-                )
+                given = fields[name]
+                fields[name] = tuple(given if isinstance(given, list) else [given])
         yield Row(theirs, **fields)

@@ -71,7 +71,7 @@ def verl(mapping: Native) -> Translation:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
         keys.choice("loss_mode", None, *MODES, *ROW_MODES)
-    keys.refuse_if(weight.normalize and bool(rules), NORMALIZE, "normalized")
+    keys.refuse_if(weight.normalize and rules, NORMALIZE, "normalized")
     return keys.translation(weight, rules, _renormalize(keys, rules))
 
 
@@ -198,11 +198,9 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 def _words(keys: Keys, name: str) -> list[str]:
     """Words listed in YAML, or between commas."""
     value = keys.raw(name)
-    if isinstance(value, list | tuple):
-        listed = value
-    else:
-        listed = (keys.text(name) or "").split(",")
-    return [word for word in (str(each).strip() for each in listed) if word]
+    if not isinstance(value, list | tuple):
+        value = str(value or "").split(",")
+    return [word for word in (str(each).strip() for each in value) if word]
 
 
 def _rule(keys: Keys, name: str, bound: str) -> RejectRule:
