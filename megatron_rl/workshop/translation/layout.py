@@ -1,5 +1,6 @@
 """Layout of learner, sampler and cluster from another project's sizes; accounts of its keys."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,23 +39,23 @@ def ranks(values: Values, told: Accounts) -> None:
         "learner": values.get("=learner_ranks") or both[-1],
     }
     for role, word in words.items():
-        found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
-        # six are too many
-        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}
-        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
-            if word:
-                told.lacks(f"sizes of the {role}: {word}", "no_sizes")
+        if not word:
             continue
-        count = sizes["d"] * sizes["p"] * sizes["t"] * sizes["c"]
-        values[f"={role}_gpus"] = count
+        # six digits are too many
+        found = re.findall(r"([dptce])(\d{1,6})", str(word).rsplit(":", 1)[-1])
+        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits) for kind, digits in found}
+        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
+            told.lacks(f"sizes of the {role}: {word}", "no_sizes")
+            continue
+        values[f"={role}_gpus"] = math.prod(sizes[kind] for kind in "dptc")
         values[f"{role}.tensor_parallel"] = sizes["t"]
         if role == "learner":
             values |= {
                 "learner.pipeline_parallel": sizes["p"],
                 "learner.expert_parallel": sizes["e"],
+                "learner.context_parallel": sizes["c"],
+                "=sharded": "fsdp" in str(word),
             }
-            values["learner.context_parallel"] = sizes["c"]
-            values["=sharded"] = "fsdp" in str(word)
 
 
 def layout(values: Values, told: Accounts) -> None:

@@ -101,11 +101,11 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
             keys.present |= value is not None
         elif inside is not None or (bare and path in names.keys):
             keys.present = True
-            loose = loose or inside is None
+            loose |= inside is None
             inside = inside or path
             if not (inside in names.removed and _switched_off(value)):
                 keys.take(inside, value, path)
-        elif any(name == path or name.endswith(f".{path}") for name in names.beside):
+        elif any(f".{name}".endswith(f".{path}") for name in names.beside):
             keys.take(last(path), value, path)
         elif not (names.is_removed(path) and _switched_off(value)):
             continue
