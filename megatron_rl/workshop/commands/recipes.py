@@ -102,10 +102,6 @@ def _translate(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.translation.recipe import write_recipe
     from megatron_rl.workshop.translation.translate import translate_file
 
-    if str(options.file) != "-" and not options.file.exists():
-        raise ConfigError(
-            f"{options.file}: no such file; name a file that holds the other project's keys"
-        )
     given: dict[str, str] = {}
     for item in options.overrides:
         name, sign, value = item.partition("=")

@@ -95,9 +95,8 @@ def _describe(root: Path) -> str:
         except checkpoints.TornCheckpoint as error:
             rows.append((str(step), "", "", "", f"torn: {error}"))
             continue
-        if found.best is None:
-            best = ""
-        else:
+        best = ""
+        if found.best is not None:
             best = f"{found.best[0]} {found.best[1]:.4g}"
         rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
     if rows:

@@ -153,7 +153,7 @@ class Comparison:
         """The numbers, of these, that any cell has."""
         return [name for name in names if any(cell.by_seed(name) for cell in self.cells)]
 
-    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
         """A row for each cell: its labels, how many runs have finished, and these numbers."""
         rows = [
             [

@@ -51,11 +51,9 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
 def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:
     head, rows = comparison.table(shown)
     last = len(comparison.axes) - 1  # the axis that is compared: its labels have colours
-    named: list[list[str | Named]] = []
     for row, cell in zip(rows, comparison.cells, strict=True):
-        label = Named(row[last], colour_of(comparison, cell))
-        named.append([*row[:last], label, *row[last + 1 :]])
-    return head, named
+        row[last] = Named(row[last], colour_of(comparison, cell))
+    return head, rows
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Table:

@@ -24,12 +24,12 @@ def fireworks(mapping: Native) -> Translation:
     if level == "sequence":
         keys.refuse_if(band is not None, "icepop_threshold", "row_band")
         keys.note("clamps")
-        return keys.translation(weigh(None, cap, "sequence", mean=True), [])
+        return keys.translation(weigh(None, cap, "sequence", mean=True))
     if band is None:
-        return keys.translation(weigh(None, cap), [])
+        return keys.translation(weigh(None, cap))
     keys.refuse_if(band <= 1, "icepop_threshold", "expected a threshold above 1")
     if cap >= band:
-        return keys.translation(weigh(1.0 / band, band, mask=True), [])
+        return keys.translation(weigh(1.0 / band, band, mask=True))
     keys.note_kl("the cookbook")
     keys.note_gspo("the cookbook")
     return keys.translation(weigh(None, cap), [ratio_rule(1.0 / band, band)])

@@ -206,8 +206,9 @@ class Keys:
         value = self.raw(name)
         if value is None:
             return default
-        self.refuse_if(str(value).lower() not in ("true", "false"), name, "expected true or false")
-        return str(value).lower() == "true"
+        word = str(value).lower()
+        self.refuse_if(word not in ("true", "false"), name, "expected true or false")
+        return word == "true"
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
         value = self.raw(name, default)
@@ -256,13 +257,17 @@ class Keys:
 
     def bypass(self, *rules: RejectRule) -> Translation:
         """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
-        return self.translation(NO_WEIGHT, list(rules), anchor=Anchor.sampler)
+        return self.translation(NO_WEIGHT, rules, anchor=Anchor.sampler)
 
     def translation(
-        self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
+        self,
+        weight: WeightConfig,
+        rules: Iterable[RejectRule] = (),
+        renormalize: bool = False,
+        **more: Any,
     ) -> Translation:
         """The correction in our keys: no project recomputes group baselines after a rejection."""
         config = CorrectionConfig(
-            weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more
+            weight=weight, reject=list(rules), rebaseline=False, renormalize=renormalize, **more
         )
         return Translation(config, self.notes, self.loss, frozenset(self.paths))

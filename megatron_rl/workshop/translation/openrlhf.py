@@ -39,7 +39,7 @@ def openrlhf(mapping: Native) -> Translation:
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
-        return keys.translation(NO_WEIGHT, [])
+        return keys.translation(NO_WEIGHT)
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
         keys.refuse_if(
             unbiased,
@@ -54,7 +54,7 @@ def openrlhf(mapping: Native) -> Translation:
     if (gating := keys.text(GATING)) in GATES:
         return _gated(keys, level, gating, low, high)
     if level == "token":
-        return keys.translation(weigh(low, high, mask=mode == "mask"), [])
+        return keys.translation(weigh(low, high, mask=mode == "mask"))
     keys.note_kl("OpenRLHF")
     return keys.translation(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
 
@@ -114,6 +114,7 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
     keys.refuse_if(
         len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}"
     )
-    *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
+    numbers = [keys.as_number(BOUNDS, word) for word in words]
     keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
-    return (numbers[0] or None) if len(numbers) == 2 else None, high
+    low, high = [0.0, *numbers][-2:]
+    return low or None, high

@@ -78,7 +78,7 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
 
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told = Accounts()
-    others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
+    others = {path: rules.reason(path) for path in flat if path not in rules.by_name}
     for path in others:
         _refuse_near(rules, path, flat[path])
     correction = translate(
@@ -111,9 +111,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
     values: Values = dict(rules.always)
     for row in rules.rows:
         if row.default is not None and row.to and _counts(rules, row, flat):
-            if not _set(values, row, row.theirs, row.default) and not any(
-                name in flat for name in row.names
-            ):
+            if not _set(values, row, row.theirs, row.default) and flat.keys().isdisjoint(row.names):
                 told.missing[
                     f"{row.theirs}, which is {as_written(row.default)} there by default"
                 ] = row.why
@@ -170,12 +168,7 @@ def _refuse_near(rules: Table, path: str, value: Any) -> None:
         )
     name = last(path)
     section = path.removesuffix(name)
-    beside = [
-        last(one)
-        for row in rules.rows
-        for one in row.names
-        if one.removesuffix(last(one)) == section
-    ]
+    beside = [last(one) for one in rules.by_name if one.removesuffix(last(one)) == section]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
     if near and len(name) > SHORT:
         raise TranslationError(

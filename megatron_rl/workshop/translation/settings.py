@@ -29,14 +29,10 @@ LISTED = 12  # names in a comment, of which the rest is counted
 RESOLVE = "resolve the configuration first"
 # acronyms stay whole, camel case comes apart
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# by one of its words, a name may be a setting of a rollout correction
 SUSPECT = re.compile(
-    r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*"
+    r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*", re.I
 )
-
-
-def may_correct(name: str) -> bool:
-    """True if a name, by one of its words, may be a setting of a rollout correction."""
-    return any(SUSPECT.fullmatch(word.lower()) for word in WORD.findall(name))
 
 
 def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
@@ -158,7 +154,7 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
             continue
         if hint := did_you_mean(part, telling, 0.85):
             raise TranslationError(f"{framework}: {path}: unknown; {hint}")
-        if may_correct(part) and not is_null(value):
+        if any(map(SUSPECT.fullmatch, WORD.findall(part))) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
             raise TranslationError(
                 f"{framework}: {path}: unknown, and by its words it may be about correction: the "

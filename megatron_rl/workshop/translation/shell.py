@@ -256,7 +256,8 @@ class Script:
         while words and words[0] in DECLARING:
             words.pop(0)
         while words and (found := ASSIGNMENT.fullmatch(words[0])):
-            self._assign(*found.groups(), arrays.get(words.pop(0)), live)
+            name, more, value = found.groups()
+            self._assign(name, more, value, arrays.get(words.pop(0)), live)
         if len(words) > 1 and words[0] in ("source", "."):
             script = self.folder / str(self.joined(words[1]))
             if script.exists():

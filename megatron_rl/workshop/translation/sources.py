@@ -102,7 +102,7 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
         return {}
     if not isinstance(mapping, dict):
         raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
-    named = _listed(mapping.get("defaults"))
+    named = _listed(mapping.pop("defaults", None) or [])
     bases = [one for one in named if isinstance(one, str) and one.endswith((".yaml", ".yml"))]
     whole: dict[str, Any] = {}
     for base in (path.parent / name for name in bases):
@@ -111,11 +111,9 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
                 f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too"
             )
         whole = overlaid(whole, _layered(base, reading.read(base), reading))
-    if bases:
-        mapping["defaults"] = [one for one in named if one not in (*bases, "_self_")]
-    return overlaid(
-        whole, {key: value for key, value in mapping.items() if key != "defaults" or value}
-    )
+    if rest := [one for one in named if one not in (*bases, "_self_")]:
+        mapping["defaults"] = rest
+    return overlaid(whole, mapping)
 
 
 def _python(text: str, rules: Table) -> dict[str, Any]:

@@ -119,9 +119,6 @@ class Table:
     def by_name(self) -> dict[str, Row]:
         return {name: row for row in self.rows for name in row.names}
 
-    def row(self, path: str) -> Row | None:
-        return self.by_name.get(path)
-
     def reason(self, path: str) -> str | None:
         """Reason that a key is not needed here, or None."""
         for why, patterns in self.not_needed.items():

@@ -18,8 +18,17 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
-from megatron_rl.workshop.translation.areal import areal
-from megatron_rl.workshop.translation.fireworks import fireworks
+from megatron_rl.workshop.translation import (
+    areal,
+    fireworks,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 from megatron_rl.workshop.translation.keys import (
     Native,
     Translation,
@@ -27,21 +36,21 @@ from megatron_rl.workshop.translation.keys import (
     did_you_mean,
     printable,
 )
-from megatron_rl.workshop.translation.nemo_rl import nemo_rl
-from megatron_rl.workshop.translation.openrlhf import openrlhf
-from megatron_rl.workshop.translation.prime_rl import prime_rl
 from megatron_rl.workshop.translation.reading import Reading
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
-from megatron_rl.workshop.translation.skyrl import skyrl
-from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
-from megatron_rl.workshop.translation.trl import trl
-from megatron_rl.workshop.translation.verl import verl
 
 FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
-    one.__name__: one
-    for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
+    "verl": verl.verl,
+    "skyrl": skyrl.skyrl,
+    "trl": trl.trl,
+    "nemo_rl": nemo_rl.nemo_rl,
+    "areal": areal.areal,
+    "slime": slime.slime,
+    "openrlhf": openrlhf.openrlhf,
+    "fireworks": fireworks.fireworks,
+    "prime_rl": prime_rl.prime_rl,
 }
 
 
@@ -115,10 +124,14 @@ def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
 
 
 def comment(text: str) -> str:
-    wrapper = textwrap.TextWrapper(
-        100, "# ", "#   ", break_long_words=False, break_on_hyphens=False
+    return textwrap.fill(
+        printable(text),
+        width=100,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return wrapper.fill(printable(text))
 
 
 def correction_section(config: CorrectionConfig) -> dict[str, Any]:

@@ -163,13 +163,15 @@ def _weight(keys: Keys) -> WeightConfig:
     if keys.raw(name, "") is None:
         keys.note(f"verl computes no weight where {name} is null")
         return NO_WEIGHT
-    normalize = keys.flag(NORMALIZE, False)
-    if "_" not in (text := keys.text(name) or ""):
-        return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
-    _note_unquoted(keys, name, text)
-    low, high = (keys.as_number(name, part) for part in text.split("_", 1))
-    keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
-    return replace(weigh(low, high, level, mask=True), normalize=normalize)
+    text = keys.text(name) or ""
+    if "_" in text:
+        _note_unquoted(keys, name, text)
+        low, high = (keys.as_number(name, part) for part in text.split("_", 1))
+        keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
+        weight = weigh(low, high, level, mask=True)
+    else:
+        weight = weigh(None, keys.positive(name, 2.0), level)
+    return replace(weight, normalize=keys.flag(NORMALIZE, False))
 
 
 def _rules(keys: Keys) -> list[RejectRule]:
