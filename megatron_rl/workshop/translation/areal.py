@@ -15,18 +15,15 @@ from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Native,
     Translation,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import settings
 
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 
 
-def areal(mapping: Native) -> Translation:
-    keys = settings("areal", mapping, bare=False)
+def areal(keys: Keys) -> Translation:
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     keys.refuse_if(rejects and not decoupled, "use_decoupled_loss", "needs_decoupled")

@@ -1,18 +1,16 @@
 """Fireworks' fw-ai cookbook: `tis` (once `is_correction`), `anchor_logp` as our `correction`."""
 
 from megatron_rl.workshop.translation.keys import (
-    Native,
+    Keys,
     Translation,
     TranslationError,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import flatten, settings
 
 
-def fireworks(mapping: Native) -> Translation:
-    keys = settings("fireworks", mapping)
-    for path in flatten(mapping):
+def fireworks(keys: Keys) -> Translation:
+    for path in keys.flat:
         if ".tis." in f".{path}" and path not in keys.paths:
             raise TranslationError(f"fireworks: {path}: the cookbook reads recipe.rl.tis only")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":

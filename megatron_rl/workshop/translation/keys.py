@@ -112,9 +112,11 @@ def is_null(value: Any) -> bool:
 class Keys:
     """The values of one project's settings, by name."""
 
-    def __init__(self, framework: str, values: Native, present: bool = True) -> None:
+    def __init__(self, framework: str, flat: Native, present: bool = True) -> None:
         self.framework = framework
-        self.values = dict(values)
+        self.flat = dict(flat)  # all keys of the file
+        self.apart: dict[str, Any] = {}  # those of them that the project's module reads itself
+        self.values: dict[str, Any] = {}
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []

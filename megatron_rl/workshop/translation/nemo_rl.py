@@ -5,12 +5,10 @@ from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Native,
     Translation,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import settings
 
 CORRECTION = "use_importance_sampling_correction"
 ERROR_KEY = "seq_logprob_error_threshold"
@@ -23,8 +21,7 @@ PENALTY = "reference_policy_kl_penalty"
 KL_TYPE = "reference_policy_kl_type"
 
 
-def nemo_rl(mapping: Native) -> Translation:
-    keys = settings("nemo_rl", mapping)
+def nemo_rl(keys: Keys) -> Translation:
     penalty = keys.number(PENALTY)
     keys.refuse_if(keys.flag(KL_KEY, False) and penalty != 0, KL_KEY, "on_policy_kl")
     if penalty and not keys.flag("use_kl_in_reward", False):

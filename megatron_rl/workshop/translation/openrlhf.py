@@ -5,12 +5,10 @@ from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Native,
     Translation,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import settings
 
 BOUNDS = "is_correction_threshold"
 LEVEL = "is_correction_level"
@@ -30,8 +28,7 @@ SCHEMES = {
 }
 
 
-def openrlhf(mapping: Native) -> Translation:
-    keys = settings("openrlhf", mapping)
+def openrlhf(keys: Keys) -> Translation:
     if any(map(keys.given, (LEVEL, MODE, GATING))):
         scheme = _scheme(keys)
     else:

@@ -57,7 +57,7 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def settings(project: str, mapping: Native, names: Names | None = None, bare: bool = True) -> Keys:
+def settings(project: str, mapping: Native, names: Names | None = None) -> Keys:
     """Settings of a correction, by the last part of their names.
 
     Those of a section are given in full, from any of its parents on, or (`bare`) alone; without a
@@ -65,23 +65,27 @@ def settings(project: str, mapping: Native, names: Names | None = None, bare: bo
     other known name outside is an error.
     """
     names = names or table(project).correction
-    flat = flatten(mapping)
+    keys = Keys(project, flatten(mapping), present=not names.section)
+    flat = keys.flat
+    for path in list(flat):
+        if any(f".{part}." in f".{path}." for part in names.apart):
+            keys.apart[path] = flat.pop(path)
     if flat and all(path == "defaults" or path.startswith("hydra.") for path in flat):
         raise TranslationError(
             f"{project}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}"
         )
-    keys = Keys(project, {}, present=not names.section)
     if names.section:
-        _of_section(keys, flat, names, bare)
+        _of_section(keys, names)
     else:
         for path in sorted(path for path in flat if last(path) in names.keys):
             keys.take(last(path), flat[path], path)
-    _leave_out(keys, flat, names)
+    _leave_out(keys, names)
     keys.rename(names.former)
     return keys
 
 
-def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
+def _of_section(keys: Keys, names: Names) -> None:
+    flat = keys.flat
     parts = names.section.split(".")
     heads = [".".join(parts[place:]) for place in range(len(parts))]
     loose = False
@@ -95,7 +99,7 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
                     f"{keys.framework}: {path} is {value!r}: expected keys and values"
                 )
             keys.present |= value is not None
-        elif inside is not None or (bare and path in names.keys):
+        elif inside is not None or (names.bare and path in names.keys):
             keys.present = True
             loose |= inside is None
             inside = inside or path
@@ -111,8 +115,9 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
             raise _unknown(keys, name, names.keys, names)
     rest = [path for path in flat if path not in keys.paths]
     if rest and not any("." in path for path in flat) and (loose or not keys.paths):
-        known = {*(names.keys if bare else ()), *names.outside, last(names.section)}
-        raise _unknown(Keys(keys.framework, flat), rest[0], known, names)
+        known = {*(names.keys if names.bare else ()), *names.outside, last(names.section)}
+        keys.values = flat
+        raise _unknown(keys, rest[0], known, names)
 
 
 def _switched_off(value: Any) -> bool:
@@ -126,8 +131,9 @@ def _unknown(keys: Keys, name: str, known: Collection[str], names: Names) -> Tra
     return keys.error(name, f"unknown; {hint}")
 
 
-def _leave_out(keys: Keys, flat: Native, names: Names) -> None:
+def _leave_out(keys: Keys, names: Names) -> None:
     """Note what was not looked at, unless it looks like a setting of the correction."""
+    flat = keys.flat
     rest = [path for path in flat if path not in keys.paths]
     for path in rest:
         _refuse_unread(keys.framework, path, flat[path], names)

@@ -4,12 +4,10 @@ from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightC
 from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     Keys,
-    Native,
     Translation,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import settings
 
 MASK = "sequence_mask_metric"
 MASKS = {
@@ -22,8 +20,7 @@ WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
-def skyrl(mapping: Native) -> Translation:
-    keys = settings("skyrl", mapping)
+def skyrl(keys: Keys) -> Translation:
     keys.note_if(not keys.present and not keys.flag("use_tis", False), "nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)

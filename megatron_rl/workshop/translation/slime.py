@@ -6,13 +6,11 @@ from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, W
 from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     Keys,
-    Native,
     Translation,
     opsm,
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import settings
 
 FUNCTION = "custom_tis_function_path"
 PARTIAL = "partial_rollout"
@@ -34,8 +32,7 @@ LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
-def slime(mapping: Native) -> Translation:
-    keys = settings("slime", mapping)
+def slime(keys: Keys) -> Translation:
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         _unbiased_kl(keys)
     by_sampler = keys.flag("use_rollout_logprobs", False)

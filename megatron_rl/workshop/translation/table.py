@@ -83,7 +83,9 @@ class Names:
 
     keys: tuple[str, ...]
     section: str = ""  # that they are in, dotted; without one they are looked for everywhere
+    bare: bool = True  # whether they may stand alone, without their section
     beside: tuple[str, ...] = ()  # of settings outside of it that are read too, in full
+    apart: tuple[str, ...] = ()  # parts of keys that the project's module reads itself
     common: tuple[str, ...] = ()  # too short to look for typos of
     former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
     # no longer there -> what has taken its place
@@ -140,7 +142,7 @@ def table(project: str) -> Table:
     needless = {why: tuple(keys.split()) for why, keys in read.pop("not_needed", {}).items()}
     words = {
         name: tuple(read["correction"].get(name, "").split())
-        for name in ("keys", "beside", "common", "others")
+        for name in ("keys", "beside", "common", "others", "apart")
     }
     words["others"] += tuple(shared()["others"].split())
     names = Names(**{**read.pop("correction"), **words})

@@ -30,6 +30,7 @@ from megatron_rl.workshop.translation import (
     verl,
 )
 from megatron_rl.workshop.translation.keys import (
+    Keys,
     Native,
     Translation,
     TranslationError,
@@ -37,11 +38,11 @@ from megatron_rl.workshop.translation.keys import (
     printable,
 )
 from megatron_rl.workshop.translation.reading import Reading
-from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
+from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, settings
 from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
 
-FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
+FRAMEWORKS: dict[str, Callable[[Keys], Translation]] = {
     "verl": verl.verl,
     "skyrl": skyrl.skyrl,
     "trl": trl.trl,
@@ -57,7 +58,7 @@ FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
 def translate(framework: str, mapping: Native) -> Translation:
     """Translate native keys (a section or a file; nested, dotted or flags) to our config."""
     name = known_project(framework)
-    config, notes, loss, read = FRAMEWORKS[name](mapping)
+    config, notes, loss, read = FRAMEWORKS[name](settings(name, mapping))
     if loss:
         notes.append(
             "goes with "

@@ -1,8 +1,8 @@
 """TRL's GRPOConfig (`vllm_importance_sampling_*`, off-policy sequence mask) as our `correction`."""
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
-from megatron_rl.workshop.translation.settings import flatten, last, settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, opsm, weigh
+from megatron_rl.workshop.translation.settings import last
 
 MODE = "vllm_importance_sampling_mode"
 MASK_KEY = "off_policy_mask_threshold"
@@ -27,9 +27,8 @@ SINCE_0_26 = {
 }
 
 
-def trl(mapping: Native) -> Translation:
-    keys = settings("trl", mapping)
-    undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
+def trl(keys: Keys) -> Translation:
+    undated = SINCE_0_26.isdisjoint(map(last, keys.flat))
     early = undated and keys.given(OLD_HIGH)
     weighs_kl = (
         keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0

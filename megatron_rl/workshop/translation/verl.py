@@ -4,8 +4,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, weigh
-from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, weigh
+from megatron_rl.workshop.translation.settings import settings
 from megatron_rl.workshop.translation.table import table
 
 NORMALIZE = "rollout_is_batch_normalize"
@@ -42,17 +42,10 @@ RULES = {
 }
 
 
-def verl(mapping: Native) -> Translation:
-    flat = flatten(mapping)
-    in_loss = {
-        path: flat.pop(path)
-        for path in list(flat)
-        if ".policy_loss.rollout_correction." in f".{path}."
-    }
-    keys = settings("verl", flat)
-    if in_loss:
-        names = replace(table("verl").correction, section=IN_LOSS, beside=())
-        _read_in_loss(keys, settings("verl", in_loss, names, bare=False))
+def verl(keys: Keys) -> Translation:
+    if keys.apart:
+        names = replace(table("verl").correction, section=IN_LOSS, beside=(), bare=False, apart=())
+        _read_in_loss(keys, settings("verl", keys.apart, names))
     keys.note_if(not keys.present, "nothing")
     bypass = _bypasses(keys)
     weight = _weight(keys)
