@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import (
     Anchor,
+    CorrectionConfig,
     Level,
     NonFinite,
     Reduce,
@@ -15,7 +16,6 @@ from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Translation,
     ratio_rule,
     weigh,
 )
@@ -23,7 +23,7 @@ from megatron_rl.workshop.translation.keys import (
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 
 
-def areal(keys: Keys) -> Translation:
+def areal(keys: Keys) -> CorrectionConfig:
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     keys.refuse_if(rejects and not decoupled, "use_decoupled_loss", "needs_decoupled")
@@ -55,7 +55,7 @@ def areal(keys: Keys) -> Translation:
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
         keys.note("solved")
     anchor = Anchor.interpolated if interpolated else Anchor.prox
-    return keys.translation(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
+    return keys.correction(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
 
 
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:

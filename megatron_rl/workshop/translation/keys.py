@@ -1,5 +1,5 @@
-"""Typed reading of another project's settings by name, its errors and notes; and the Translation,
-weights and reject rules that several projects' settings come down to.
+"""Typed reading of another project's settings by name, its errors and notes; and the weights and
+reject rules that several projects' settings come down to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.schema import (
@@ -66,17 +66,6 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known name that a name is nearest to, as a question; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else ""
-
-
-class Translation(NamedTuple):
-    """Our config, the conditions under which it does the same, and keys of the `loss` section that
-    it goes with.
-    """
-
-    config: CorrectionConfig
-    notes: list[str]
-    loss: dict[str, Any]
-    read: frozenset[str] = frozenset()  # the keys that it is made of, as the file has them
 
 
 def weigh(
@@ -257,19 +246,18 @@ class Keys:
         self.refuse_if(not math.isfinite(number), name, "expected a number")
         return number
 
-    def bypass(self, *rules: RejectRule) -> Translation:
+    def bypass(self, *rules: RejectRule) -> CorrectionConfig:
         """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
-        return self.translation(NO_WEIGHT, rules, anchor=Anchor.sampler)
+        return self.correction(NO_WEIGHT, rules, anchor=Anchor.sampler)
 
-    def translation(
+    def correction(
         self,
         weight: WeightConfig,
         rules: Iterable[RejectRule] = (),
         renormalize: bool = False,
         **more: Any,
-    ) -> Translation:
+    ) -> CorrectionConfig:
         """The correction in our keys: no project recomputes group baselines after a rejection."""
-        config = CorrectionConfig(
+        return CorrectionConfig(
             weight=weight, reject=list(rules), rebaseline=False, renormalize=renormalize, **more
         )
-        return Translation(config, self.notes, self.loss, frozenset(self.paths))

@@ -97,20 +97,13 @@ def layout(values: Values, told: Accounts) -> None:
         values["cluster"] = name
     else:
         told.note("no_cluster", nodes=nodes, gpus=gpus)
-    _activations(values, tensor)
-    if values.get("=sharded"):
-        told.note("sharded")
-
-
-def _activations(values: Values, tensor: int) -> None:
-    """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing
-    else is said.
-    """
     key = "learner.megatron.recompute"
     if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
         values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}
     if tensor > 1:
         values.setdefault("learner.megatron.sequence_parallel", True)
+    if values.get("=sharded"):
+        told.note("sharded")
 
 
 def _one_node(values: Values, gpus: int, engines_gpus: int, engine: int) -> None:

@@ -1,11 +1,17 @@
 """NeMo-RL's ClippedPGLossConfig (`loss_fn`), `seq_logprob_error_threshold` as our `correction`."""
 
-from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import (
+    CorrectionConfig,
+    NonFinite,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
 from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Translation,
     ratio_rule,
     weigh,
 )
@@ -21,7 +27,7 @@ PENALTY = "reference_policy_kl_penalty"
 KL_TYPE = "reference_policy_kl_type"
 
 
-def nemo_rl(keys: Keys) -> Translation:
+def nemo_rl(keys: Keys) -> CorrectionConfig:
     penalty = keys.number(PENALTY)
     keys.refuse_if(keys.flag(KL_KEY, False) and penalty != 0, KL_KEY, "on_policy_kl")
     if penalty and not keys.flag("use_kl_in_reward", False):
@@ -32,11 +38,11 @@ def nemo_rl(keys: Keys) -> Translation:
     keys.note_if(keys.flag("force_on_policy_ratio", False), "one_update")
     threshold = keys.positive(ERROR_KEY)
     if threshold is None:
-        return keys.translation(weight, rules, renormalize=not rules, non_finite=NonFinite.zero)
+        return keys.correction(weight, rules, renormalize=not rules, non_finite=NonFinite.zero)
     keys.refuse_if(rules, ERROR_KEY, "denominators")
     rules = [RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold)]
     # a row's error that is NaN is above any threshold
-    return keys.translation(weight, rules, renormalize=True, non_finite=NonFinite.reject)
+    return keys.correction(weight, rules, renormalize=True, non_finite=NonFinite.reject)
 
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:

@@ -1,11 +1,10 @@
 """OpenRLHF's `--algo.advantage.is_correction_*` (0.11.2, and older names) as our `correction`."""
 
-from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
+from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     UNWEIGHTED,
     Keys,
-    Translation,
     ratio_rule,
     weigh,
 )
@@ -28,7 +27,7 @@ SCHEMES = {
 }
 
 
-def openrlhf(keys: Keys) -> Translation:
+def openrlhf(keys: Keys) -> CorrectionConfig:
     if any(map(keys.given, (LEVEL, MODE, GATING))):
         scheme = _scheme(keys)
     else:
@@ -36,7 +35,7 @@ def openrlhf(keys: Keys) -> Translation:
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
-        return keys.translation(NO_WEIGHT)
+        return keys.correction(NO_WEIGHT)
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
         keys.refuse_if(
             unbiased,
@@ -51,9 +50,9 @@ def openrlhf(keys: Keys) -> Translation:
     if (gating := keys.text(GATING)) in GATES:
         return _gated(keys, level, gating, low, high)
     if level == "token":
-        return keys.translation(weigh(low, high, mask=mode == "mask"))
+        return keys.correction(weigh(low, high, mask=mode == "mask"))
     keys.note_kl("OpenRLHF")
-    return keys.translation(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
+    return keys.correction(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
 
 
 def _scheme(keys: Keys) -> tuple[str, str] | None:
@@ -76,13 +75,13 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
     return str(level), mode
 
 
-def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
+def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> CorrectionConfig:
     """Reject tokens, or rows by their mean, that moved too far; weigh the others by their ratio."""
     keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
     keys.note_if(gating == "binary_kl", "within")
     kind, reduce = (Level.sequence, Reduce.mean) if level == "seq" else (Level.token, None)
-    return keys.translation(
+    return keys.correction(
         UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)]
     )
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.schema import Level, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
+from megatron_rl.config.schema import CorrectionConfig, Level, RejectRule, Stat
+from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError
 from megatron_rl.workshop.translation.settings import flatten
 
 LOW = "dppo_mask_low"
@@ -21,7 +21,7 @@ OTHER_LOSSES = (
 )
 
 
-def prime_rl(keys: Keys) -> Translation:
+def prime_rl(keys: Keys) -> CorrectionConfig:
     for path, algorithm in _algorithms(keys.flat):
         if algorithm in OTHER_LOSSES:
             raise TranslationError(

@@ -109,8 +109,9 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
 def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
     """Values by our key: constants, their defaults, then the file's values in the table's order."""
     values: Values = dict(rules.always)
-    for row in rules.rows:
-        if row.default is not None and row.to and _counts(rules, row, flat):
+    on = [row for row in rules.rows if _counts(rules, row, flat)]
+    for row in on:
+        if row.default is not None and row.to:
             if not _set(values, row, row.theirs, row.default) and flat.keys().isdisjoint(row.names):
                 told.missing[
                     f"{row.theirs}, which is {as_written(row.default)} there by default"
@@ -119,7 +120,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
         found = [name for name in row.names if name in flat]
         for name in [name for name in found if not isinstance(flat[name], Unset)] or found:
             value = flat[name]
-            if not _counts(rules, row, flat):
+            if row not in on:
                 told.not_needed.setdefault(OFF, []).append(name)
                 continue
             told.translated.append(name)

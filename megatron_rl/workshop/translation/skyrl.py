@@ -1,10 +1,16 @@
 """SkyRL's `trainer.algorithm.off_policy_correction` and sampler-ratio losses as `correction`."""
 
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Reduce,
+    RejectRule,
+    WeightConfig,
+)
 from megatron_rl.workshop.translation.keys import (
     NO_WEIGHT,
     Keys,
-    Translation,
     ratio_rule,
     weigh,
 )
@@ -20,7 +26,7 @@ WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
-def skyrl(keys: Keys) -> Translation:
+def skyrl(keys: Keys) -> CorrectionConfig:
     keys.note_if(not keys.present and not keys.flag("use_tis", False), "nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
@@ -46,7 +52,7 @@ def skyrl(keys: Keys) -> Translation:
         keys.note(f"the ratio of {loss} is to the sampler")
         keys.goes_with(name=loss)
         keys.note_if(rules, "judges")
-    return keys.translation(weight, rules, anchor=anchor)
+    return keys.correction(weight, rules, anchor=anchor)
 
 
 def _weight(keys: Keys) -> WeightConfig:

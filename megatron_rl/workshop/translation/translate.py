@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -32,7 +32,6 @@ from megatron_rl.workshop.translation import (
 from megatron_rl.workshop.translation.keys import (
     Keys,
     Native,
-    Translation,
     TranslationError,
     did_you_mean,
     printable,
@@ -42,7 +41,7 @@ from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, setting
 from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
 
-FRAMEWORKS: dict[str, Callable[[Keys], Translation]] = {
+FRAMEWORKS: dict[str, Callable[[Keys], CorrectionConfig]] = {
     "verl": verl.verl,
     "skyrl": skyrl.skyrl,
     "trl": trl.trl,
@@ -55,15 +54,25 @@ FRAMEWORKS: dict[str, Callable[[Keys], Translation]] = {
 }
 
 
+class Translation(NamedTuple):
+    """Our config, the conditions under which it does the same, and keys of the `loss` section that
+    it goes with.
+    """
+
+    config: CorrectionConfig
+    notes: list[str]
+    loss: dict[str, Any]
+    read: set[str]  # the keys that it is made of, as the file has them
+
+
 def translate(framework: str, mapping: Native) -> Translation:
     """Translate native keys (a section or a file; nested, dotted or flags) to our config."""
     name = known_project(framework)
-    config, notes, loss, read = FRAMEWORKS[name](settings(name, mapping))
-    if loss:
-        notes.append(
-            "goes with "
-            + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items())
-        )
+    keys = settings(name, mapping)
+    config = FRAMEWORKS[name](keys)
+    if keys.loss:
+        loss = (f"loss.{key}: {as_written(value)}" for key, value in keys.loss.items())
+        keys.note(f"goes with {', '.join(loss)}")
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
@@ -72,8 +81,8 @@ def translate(framework: str, mapping: Native) -> Translation:
         raise TranslationError(
             f"{framework}: these settings make no valid correction: " + "; ".join(problems)
         )
-    conditions_first = sorted(notes, key=lambda note: note.startswith(LEFT_OUT))
-    return Translation(config, conditions_first, loss, read)
+    conditions_first = sorted(keys.notes, key=lambda note: note.startswith(LEFT_OUT))
+    return Translation(config, conditions_first, keys.loss, keys.paths)
 
 
 def known_project(framework: str) -> str:

@@ -1,7 +1,7 @@
 """TRL's GRPOConfig (`vllm_importance_sampling_*`, off-policy sequence mask) as our `correction`."""
 
-from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, opsm, weigh
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, opsm, weigh
 from megatron_rl.workshop.translation.settings import last
 
 MODE = "vllm_importance_sampling_mode"
@@ -27,7 +27,7 @@ SINCE_0_26 = {
 }
 
 
-def trl(keys: Keys) -> Translation:
+def trl(keys: Keys) -> CorrectionConfig:
     undated = SINCE_0_26.isdisjoint(map(last, keys.flat))
     early = undated and keys.given(OLD_HIGH)
     weighs_kl = (
@@ -59,7 +59,7 @@ def trl(keys: Keys) -> Translation:
         keys.note_kl("TRL")
     keys.note_if(weight.level == Level.sequence, "row_ratio")
     keys.taken_as_true(weight.level != Level.none, "use_vllm", "without vLLM TRL corrects nothing")
-    return keys.translation(weight, rules, non_finite=NonFinite.one, anchor=anchor)
+    return keys.correction(weight, rules, non_finite=NonFinite.one, anchor=anchor)
 
 
 def _vespo(keys: Keys, weighs_kl: bool, by_vllm: bool) -> None:

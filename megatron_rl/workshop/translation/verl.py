@@ -3,8 +3,16 @@
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, weigh
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, weigh
 from megatron_rl.workshop.translation.settings import settings
 from megatron_rl.workshop.translation.table import table
 
@@ -42,7 +50,7 @@ RULES = {
 }
 
 
-def verl(keys: Keys) -> Translation:
+def verl(keys: Keys) -> CorrectionConfig:
     if keys.apart:
         names = replace(table("verl").correction, section=IN_LOSS, beside=(), bare=False, apart=())
         _read_in_loss(keys, settings("verl", keys.apart, names))
@@ -65,7 +73,7 @@ def verl(keys: Keys) -> Translation:
     if corrects:
         keys.choice("loss_mode", None, *MODES, *ROW_MODES)
     keys.refuse_if(weight.normalize and rules, NORMALIZE, "normalized")
-    return keys.translation(weight, rules, _renormalize(keys, rules))
+    return keys.correction(weight, rules, _renormalize(keys, rules))
 
 
 def _dro(keys: Keys, weight: WeightConfig) -> None:
@@ -95,7 +103,7 @@ def _bypasses(keys: Keys) -> bool:
 
 def _bypass(
     keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool
-) -> Translation:
+) -> CorrectionConfig:
     """Bypass mode: verl's new trainer takes the sampler's logprobs as old ones.
 
     Its loss then reads its own section.
@@ -114,7 +122,7 @@ def _bypass(
     elif weight.level != Level.none:
         weight = NO_WEIGHT
         keys.note("metrics")
-    return keys.translation(weight, rules, anchor=Anchor.sampler)
+    return keys.correction(weight, rules, anchor=Anchor.sampler)
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
