@@ -40,9 +40,7 @@ BRACED = re.compile(r"(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$0|\$\{0)")
 FROM_USER = ("HOME", "USER", "PWD")
 DECLARING = ("export", "local", "readonly", "declare", "typeset", "-a", "-x", "-r")
-NUMBERS: dict[str, Callable[[int, int], bool]] = {
-    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}
+NUMBERS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 SUM = re.compile(r"[0-9\s+*/%()-]{1,200}")
 SIGNS: dict[Any, Callable[[int, int], int]] = {
@@ -395,7 +393,7 @@ class Script:
             case [str(one), str(sign), str(other)] if (
                 sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other)
             ):
-                return NUMBERS[sign](int(one), int(other))
+                return bool(getattr(operator, sign[1:])(int(one), int(other)))
         return PERHAPS
 
 
