@@ -76,10 +76,9 @@ def _train(options: argparse.Namespace) -> int:
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    if options.on == "own":
+    on = options.on
+    if on == "own":
         on = own(options.recipe, options.overrides)
-    else:
-        on = options.on
     plan_run(config, found, on, list(changes(options.recipe, options.overrides)))
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)

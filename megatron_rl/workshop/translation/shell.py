@@ -73,7 +73,8 @@ def tokens(text: str) -> Iterator[str]:
             start = place
             while place < len(text) and not WORD_ENDS.match(text, place):
                 place = span(text, place)
-            yield from [] if found else [text[start:place]]
+            if not found:
+                yield text[start:place]
 
 
 def span(text: str, start: int, within: str = "") -> int:
@@ -147,7 +148,7 @@ class Script:
         self.given = {name: os.environ[name] for name in FROM_USER if name in os.environ} | dict(
             self.given
         )
-        self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
+        self.values |= {name: text.split() or [""] for name, text in self.given.items()}
 
     def read(self, text: str, live: Holds = 1) -> Script:
         # here-documents, and the lines that may end them

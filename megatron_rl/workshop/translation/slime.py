@@ -129,7 +129,7 @@ def _rejection(keys: Keys, low: float, high: float) -> list[RejectRule]:
     low = keys.positive("rs_lower_bound") or low
     high = keys.positive("rs_upper_bound") or high
     veto = keys.positive("rs_veto_threshold")
-    return [
-        ratio_rule(low, high, REDUCE.get(level)),
-        *([] if veto is None else [ratio_rule(veto, None, Reduce.min)]),
-    ]
+    rules = [ratio_rule(low, high, REDUCE.get(level))]
+    if veto is not None:
+        rules.append(ratio_rule(veto, None, Reduce.min))
+    return rules
