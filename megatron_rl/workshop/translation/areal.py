@@ -12,13 +12,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 

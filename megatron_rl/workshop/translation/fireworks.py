@@ -1,12 +1,7 @@
 """Fireworks' fw-ai cookbook: `tis` (once `is_correction`), `anchor_logp` as our `correction`."""
 
 from megatron_rl.config.schema import CorrectionConfig
-from megatron_rl.workshop.translation.keys import (
-    Keys,
-    TranslationError,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import Keys, TranslationError, ratio_rule, weigh
 
 
 def fireworks(keys: Keys) -> CorrectionConfig:

@@ -8,13 +8,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 CORRECTION = "use_importance_sampling_correction"
 ERROR_KEY = "seq_logprob_error_threshold"

@@ -1,13 +1,7 @@
 """OpenRLHF's `--algo.advantage.is_correction_*` (0.11.2, and older names) as our `correction`."""
 
 from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 BOUNDS = "is_correction_threshold"
 LEVEL = "is_correction_level"

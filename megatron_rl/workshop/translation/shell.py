@@ -148,7 +148,7 @@ class Script:
         self.given = {name: os.environ[name] for name in FROM_USER if name in os.environ} | dict(
             self.given
         )
-        self.values |= {name: text.split() or [""] for name, text in self.given.items()}
+        self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
     def read(self, text: str, live: Holds = 1) -> Script:
         # here-documents, and the lines that may end them

@@ -8,12 +8,7 @@ from megatron_rl.config.schema import (
     RejectRule,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    Keys,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, ratio_rule, weigh
 
 MASK = "sequence_mask_metric"
 MASKS = {

@@ -11,13 +11,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    Keys,
-    opsm,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, opsm, ratio_rule, weigh
 
 FUNCTION = "custom_tis_function_path"
 PARTIAL = "partial_rollout"
