@@ -115,8 +115,8 @@ def _values(targets: Targets) -> Iterator[str]:
             values = rows.at_tokens(values)
         odd_N = ~values.isfinite() & targets.denominator_mask_N
         for (at,) in odd_N.nonzero().tolist()[:1]:
-            token = int(rows.place_N[at])
-            yield f"{name} of response token {token} holds {float(values[at])} in row {int(row_N[at])}"
+            where = f"{name} of response token {int(rows.place_N[at])}"
+            yield f"{where} holds {float(values[at])} in row {int(row_N[at])}"
 
 
 def _gradients(learner: Learner) -> Iterator[str]:
