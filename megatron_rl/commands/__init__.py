@@ -2,10 +2,12 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 
@@ -17,11 +19,22 @@ def workshop(module: str) -> ModuleType | None:
     return None
 
 
+def command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
+) -> argparse.ArgumentParser:
+    """Add a command; return the parser of its arguments."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
+
+
 def recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/quickstart.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6"
-    )
+    overrides(parser, "such as correction=icepop optim.lr=1e-6")
 
 
 def folder_name(text: str) -> Path:

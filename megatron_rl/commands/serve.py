@@ -3,15 +3,14 @@
 import argparse
 from typing import Any
 
-from megatron_rl.commands import recipe_arguments
+from megatron_rl.commands import command, recipe_arguments
 from megatron_rl.config import load
 from megatron_rl.config.schema import Format
 
 
 def add(commands: Any) -> None:
-    serve = commands.add_parser(
-        "serve", help="one server for the fleet of a run on another machine"
-    )
+    about = "one server for the fleet of a run on another machine"
+    serve = command(commands, "serve", _serve, about)
     recipe_arguments(serve)
     serve.add_argument(
         "--host",
@@ -24,7 +23,6 @@ def add(commands: Any) -> None:
         choices=list(map(str, Format)),
         help="default: quantization.format of the recipe",
     )
-    serve.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:

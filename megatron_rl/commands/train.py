@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
+from megatron_rl.commands import command, recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
 from megatron_rl.config.reference import explain
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    train = commands.add_parser("train", help="run a recipe")
+    train = command(commands, "train", _train, "run a recipe")
     recipe_arguments(train)
     train.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and stop"
@@ -59,7 +59,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="start at most N times: a run that fails goes on by itself",
     )
-    train.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -77,10 +76,9 @@ def _train(options: argparse.Namespace) -> int:
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    if options.on == "own":
+    on = options.on
+    if on == "own":
         on = own(options.recipe, options.overrides)
-    else:
-        on = options.on
     plan_run(config, found, on, list(changes(options.recipe, options.overrides)))
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)

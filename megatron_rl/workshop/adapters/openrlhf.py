@@ -26,19 +26,24 @@ class Environment:
         self._given = None
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._agent, self._given = self._make(), row.get(self._label)
+        self._agent = self._make()
+        self._given = row.get(self._label)
         messages = as_messages(row["prompt"])
         prompt = "\n".join(str(one.get("content") or "") for one in messages)
-        self._seen = (await self._agent.reset({"observation": prompt, "label": self._given}))[
-            "observation"
-        ]
+        found = await self._agent.reset({"observation": prompt, "label": self._given})
+        self._seen = found["observation"]
         if self._seen == prompt:
             return messages
         return as_messages(self._found(self._seen))
 
     async def step(self, answer: Answer) -> Step:
-        states = {"observation_text": self._seen, "action_text": answer.text, "label": self._given}
-        found = await self._agent.step({**states, "sampling_params": None})
+        states = {
+            "observation_text": self._seen,
+            "action_text": answer.text,
+            "label": self._given,
+            "sampling_params": None,
+        }
+        found = await self._agent.step(states)
         said = found["environment_feedback"]
         self._seen += answer.text + said
         numbers = for_metrics({"score": found.get("scores"), **(found.get("extra_logs") or {})})

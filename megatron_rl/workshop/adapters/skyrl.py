@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_rl.environments.environment import Answer, Step, as_messages
@@ -26,18 +27,15 @@ class Environment:
     ) -> None:
         if (target is None) == (id is None):
             raise ValueError("give either target, module:Class, or id, a name that skyrl_gym knows")
-        self._make = imported(target or "skyrl_gym:make")
-        self._id = id
+        make = imported(target or "skyrl_gym:make")
+        self._make = partial(make, id) if id else make
         self._config = dict(env_config or {})
         self._extras = dict(extras or {})
         self._environment: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         extras = {name: value for name, value in row.items() if name != "prompt"} | self._extras
-        given = () if self._id is None else (self._id,)
-        self._environment = self._make(
-            *given, env_config=self._config, extras=copy.deepcopy(extras)
-        )
+        self._environment = self._make(env_config=self._config, extras=copy.deepcopy(extras))
         messages, _ = self._environment.init(as_messages(row["prompt"]))
         return messages
 

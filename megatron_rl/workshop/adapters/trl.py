@@ -28,29 +28,23 @@ class Environment:
         reward: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        if target:
-            self._environment = imported(target)(**(arguments or {}))
-        else:
-            self._environment = None
+        self._environment: Any = None
         self._reward = imported(reward) if reward else None
         self._row: dict[str, Any] = {}
         self._answer = ""
+        functions = [imported(name) for name in tools]
         if target:
-            methods = inspect.getmembers(type(self._environment), inspect.isfunction)
-        else:
-            methods = []
-        names = [name for name, _ in methods if name not in NO_TOOLS and not name.startswith("_")]
-        functions = [imported(name) for name in tools] + [
-            getattr(self._environment, name) for name in names
-        ]
+            self._environment = imported(target)(**(arguments or {}))
+            functions += [
+                method
+                for name, method in inspect.getmembers(self._environment, inspect.ismethod)
+                if name not in NO_TOOLS and not name.startswith("_")
+            ]
         self.tools = [_tool(function) for function in functions]
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._row = dict(row)
-        if self._environment is None:
-            said = None
-        else:
-            said = self._environment.reset(**row)
+        said = None if self._environment is None else self._environment.reset(**row)
         return _opening(row.get("prompt", ""), said)
 
     def step(self, answer: Answer) -> Step:
@@ -59,21 +53,19 @@ class Environment:
 
     async def close(self) -> float | None:
         """The reward of the environment's own, and that of the function which looks at it."""
+        if not self._row:
+            return None
         found = []
-        if self._environment is not None and self._row and hasattr(self._environment, "get_reward"):
+        if hasattr(self._environment, "get_reward"):
             found.append(await _settled(self._environment.get_reward()))
-        if self._reward is not None and self._row:
-            said = [[{"role": "assistant", "content": self._answer}]]
-            columns = {
-                name: [value]
-                for name, value in self._row.items()
-                if name not in ("prompt", "completion")
-            }
+        if self._reward is not None:
+            columns = {name: [value] for name, value in self._row.items()}
             given = {
-                "prompts": [self._row.get("prompt")],
-                "completions": said,
+                "prompts": columns.pop("prompt", [None]),
+                "completions": [[{"role": "assistant", "content": self._answer}]],
                 "environments": [self._environment],
             }
+            columns.pop("completion", None)
             found.append((await _settled(self._reward(**columns, **given)))[0])
         rewards = [float(one) for one in found if one is not None]
         return sum(rewards) if rewards else None

@@ -35,12 +35,8 @@ class Agent:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
-        asked = {
-            **self._about,
-            "base_url": base_url,
-            "row": dict(row),
-            "key": os.environ.get("OPENAI_API_KEY", ""),
-        }
+        key = os.environ.get("OPENAI_API_KEY", "")
+        asked = {**self._about, "base_url": base_url, "row": dict(row), "key": key}
         if self._python is None:
             return await play(asked)
         if self._process is None:

@@ -31,9 +31,8 @@ class Environment:
         self.tools = [self._tool(name) for name in self._tools]
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
-        self._kwargs = (
-            row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
-        )
+        extra = row.get("extra_info") or {}
+        self._kwargs = row.get("tools_kwargs") or extra.get("tools_kwargs") or {}
         if self._lasting:
             self._instances = {name: await self._created(name) for name in self._tools}
         return row["prompt"]

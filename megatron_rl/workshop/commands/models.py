@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands import folder_name, rewards_beside
+from megatron_rl.commands import command, folder_name, overrides, rewards_beside
 from megatron_rl.config import ConfigError, load, recorded_config
 from megatron_rl.processes.process import printable
 
@@ -42,9 +42,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
         "Face folder, or a recipe, for the model that it begins with",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}"
-    )
+    overrides(parser, "such as eval.samples=8 data.template={}")
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
     parser.add_argument(
         "--format", choices=formats, default="bf16", help="of the weights in the engine"
@@ -89,9 +87,8 @@ def _row(text: str) -> dict[str, Any]:
 
 
 def add(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "eval", help="avg@k, pass@k and maj@k of a model on held-out sets"
-    )
+    about = "avg@k, pass@k and maj@k of a model on held-out sets"
+    evaluate = command(commands, "eval", _eval, about)
     model_arguments(evaluate)
     evaluate.add_argument(
         "--set",
@@ -104,9 +101,8 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT"
     )
-    evaluate.set_defaults(run=_eval)
 
-    chat = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
+    chat = command(commands, "chat", _chat, "a run's model, or any other, answers what is typed")
     model_arguments(chat)
     chat.add_argument(
         "-p",
@@ -117,23 +113,9 @@ def add(commands: Any) -> None:
     chat.add_argument(
         "--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset"
     )
-    chat.set_defaults(run=_chat)
 
-    _add_mismatch(commands)
-
-    repeat = commands.add_parser(
-        "rerun-step", help="repeats an update that was not finite, and says where it began"
-    )
-    repeat.add_argument(
-        "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
-    )
-    repeat.set_defaults(run=_rerun_step)
-
-
-def _add_mismatch(commands: Any) -> None:
-    compare = commands.add_parser(
-        "mismatch", help="differences of learner and sampler, point by point of a forward pass"
-    )
+    about = "differences of learner and sampler, point by point of a forward pass"
+    compare = command(commands, "mismatch", _mismatch, about)
     model_arguments(compare)
     compare.add_argument(
         "-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s"
@@ -141,7 +123,13 @@ def _add_mismatch(commands: Any) -> None:
     compare.add_argument(
         "--tokens", type=int, default=128, metavar="N", help="of each at most (%(default)s)"
     )
-    compare.set_defaults(run=_mismatch, format=None)
+    compare.set_defaults(format=None)
+
+    about = "repeats an update that was not finite, and says where it began"
+    repeat = command(commands, "rerun-step", _rerun_step, about)
+    repeat.add_argument(
+        "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
+    )
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import folder_name, rewards_beside, train
+from megatron_rl.commands import command, folder_name, overrides, rewards_beside, train
 from megatron_rl.config import ConfigError
 
 
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     _add_plan(commands)
     _add_translate(commands)
 
-    toy = commands.add_parser("toy", help="make the toy's model folder and data")
+    toy = command(commands, "toy", _toy, "make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=folder_name, default=Path("data/toy"))
     toy.add_argument(
         "--like",
@@ -24,26 +24,23 @@ def add(commands: Any) -> None:
     )
     own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
     toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
-    toy.set_defaults(run=_toy)
 
-    quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
+    quickstart = command(
+        commands, "quickstart", _quickstart, "a small task, a warm start, and RL on it"
+    )
     tasks = ("toy", "counting", "experts", "reasoning", "tools")
     about = "counting: longer answers; experts: a mixture; reasoning: a real task; tools: a calculator to call"
     quickstart.add_argument("--task", choices=tasks, default="toy", help=about)
-    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
-    quickstart.set_defaults(run=_quickstart)
+    overrides(quickstart, "for the RL run")
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan", help="ranks, memory, time and the sync of a recipe; starts nothing"
-    )
+    about = "ranks, memory, time and the sync of a recipe; starts nothing"
+    plan = command(commands, "plan", _plan, about)
     plan.add_argument(
         "target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json"
     )
-    plan.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8"
-    )
+    overrides(plan, "such as learner.tensor_parallel=8")
     plan.add_argument(
         "--on",
         metavar="NODESxGPUSxNAME-GIB-HOST",
@@ -68,13 +65,11 @@ def _add_plan(commands: Any) -> None:
         "--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)"
     )
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
-    plan.set_defaults(run=_plan)
 
 
 def _add_translate(commands: Any) -> None:
-    translate = commands.add_parser(
-        "translate", help="another project's recipe, or its correction alone, as ours"
-    )
+    about = "another project's recipe, or its correction alone, as ours"
+    translate = command(commands, "translate", _translate, about)
     translate.add_argument(
         "framework", help="such as verl, skyrl or trl; an unknown one lists them all"
     )
@@ -83,16 +78,10 @@ def _add_translate(commands: Any) -> None:
         type=Path,
         help="their YAML, TOML, script or Python file; - for YAML on standard input",
     )
-    translate.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="variables of a script, and keys of theirs",
-    )
+    overrides(translate, "variables of a script, and keys of theirs")
     translate.add_argument(
         "-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output"
     )
-    translate.set_defaults(run=_translate)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -113,10 +102,6 @@ def _translate(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.translation.recipe import write_recipe
     from megatron_rl.workshop.translation.translate import translate_file
 
-    if str(options.file) != "-" and not options.file.exists():
-        raise ConfigError(
-            f"{options.file}: no such file; name a file that holds the other project's keys"
-        )
     given: dict[str, str] = {}
     for item in options.overrides:
         name, sign, value = item.partition("=")

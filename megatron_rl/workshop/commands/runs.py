@@ -6,49 +6,39 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.commands import command, overrides
 from megatron_rl.config import ConfigError
 
 
 def add(commands: Any) -> None:
-    report = commands.add_parser("report", help="one HTML page from one or several run directories")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    report = command(
+        commands, "report", _report, "one HTML page from one or several run directories"
+    )
     report.add_argument(
         "-o", "--output", type=Path, help="default: report.html in the (first) run directory"
     )
-    report.set_defaults(run=_report)
-
-    status = commands.add_parser(
-        "status", help="how runs stand: state, step, rate, scores, alarms, checkpoint"
-    )
-    status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    status.set_defaults(run=_status)
-
-    watch = commands.add_parser("watch", help="the same, again and again, until all have ended")
-    watch.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    about = "how runs stand: state, step, rate, scores, alarms, checkpoint"
+    status = command(commands, "status", _status, about)
+    about = "the same, again and again, until all have ended"
+    watch = command(commands, "watch", _watch, about)
     watch.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: 2")
-    watch.set_defaults(run=_watch)
+    for parser in (report, status, watch):
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
 
-    kept = commands.add_parser(
-        "checkpoints", help="what a run can go on from, and whether it is whole"
-    )
-    kept.add_argument("folder", type=Path, metavar="RUN")
-    kept.set_defaults(run=_checkpoints)
-
-    replay = commands.add_parser(
-        "replay", help="other corrections on the batches that a run recorded"
-    )
+    about = "what a run can go on from, and whether it is whole"
+    kept = command(commands, "checkpoints", _checkpoints, about)
+    about = "other corrections on the batches that a run recorded"
+    replay = command(commands, "replay", _replay, about)
+    for parser in (kept, replay):
+        parser.add_argument("folder", type=Path, metavar="RUN")
     replay.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
     replay.description = (
         "Applies other corrections to the batches that a run recorded. Nothing is trained."
     )
-    replay.add_argument("folder", type=Path, metavar="RUN")
     replay.add_argument(
         "--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction"
     )
-    replay.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4"
-    )
-    replay.set_defaults(run=_replay)
+    overrides(replay, "such as correction.weight.high=4")
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -105,9 +95,8 @@ def _describe(root: Path) -> str:
         except checkpoints.TornCheckpoint as error:
             rows.append((str(step), "", "", "", f"torn: {error}"))
             continue
-        if found.best is None:
-            best = ""
-        else:
+        best = ""
+        if found.best is not None:
             best = f"{found.best[0]} {found.best[1]:.4g}"
         rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
     if rows:

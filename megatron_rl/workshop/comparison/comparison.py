@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from megatron_rl.runs.metrics_file import (
     ACCURACY,
     AREA,
@@ -60,7 +62,7 @@ class Result:
 @dataclass(frozen=True)
 class Cell:
     labels: tuple[str, ...]
-    results: tuple[Result, ...]
+    runs: tuple[Result, ...]
 
     @property
     def name(self) -> str:
@@ -68,27 +70,22 @@ class Cell:
 
     @property
     def finished(self) -> tuple[Result, ...]:
-        return tuple(one for one in self.results if one.state == "finished")
+        return tuple(one for one in self.runs if one.state == "finished")
 
     @property
     def whole(self) -> bool:
         """Every run has finished: one that has not would flatter the others' mean."""
-        return bool(self.results) and len(self.finished) == len(self.results)
+        return bool(self.runs) and len(self.finished) == len(self.runs)
 
     def by_seed(self, number: str) -> dict[int | None, float]:
         return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
 
-    def outcome(self) -> tuple[object, ...]:
+    def outcome(self) -> list[object]:
         """Results of each run but for its time: equal in two cells of identical runs."""
-        return tuple(
-            (
-                one.seed,
-                sorted((name, value) for name, value in one.numbers.items() if name != "step_s"),
-                *curve,
-            )
-            for one in self.results
-            for curve in [(tuple(one.curves[ACCURACY].values),) if ACCURACY in one.curves else ()]
-        )
+        return [
+            (one.seed, {**one.numbers, "step_s": None}, one.curves.get(ACCURACY))
+            for one in self.runs
+        ]
 
     def mean(self, number: str) -> float | None:
         values = self.by_seed(number).values()
@@ -109,20 +106,19 @@ class Cell:
 
     def curve(self, metric: str) -> tuple[Series, Series, Series]:
         """The lowest, the mean and the highest of the seeds, at each step that all have."""
-        held = [
-            dict(zip(one.curves[metric].steps, one.curves[metric].values, strict=True))
-            for one in self.results
-            if metric in one.curves
-        ]
-        if held:
-            steps = sorted(set.intersection(*(set(one) for one in held)))
-        else:
-            steps = []
-        at = [[one[step] for one in held if math.isfinite(one[step])] for step in steps]
-        kept = [(step, values) for step, values in zip(steps, at, strict=True) if values]
+        curves = [one.curves[metric] for one in self.runs if metric in one.curves]
+        at: dict[int, list[float]] = {}
+        for curve in curves:
+            for step, value in zip(curve.steps, curve.values, strict=True):
+                at.setdefault(step, []).append(value)
+        finite = {
+            step: list(filter(math.isfinite, values))
+            for step, values in sorted(at.items())
+            if len(values) == len(curves)
+        }
+        kept = {step: values for step, values in finite.items() if values}
         low, mean, high = (
-            Series([step for step, _ in kept], [of(values) for _, values in kept])
-            for of in (min, statistics.fmean, max)
+            Series(list(kept), list(map(of, kept.values()))) for of in (min, statistics.fmean, max)
         )
         return low, mean, high
 
@@ -157,12 +153,12 @@ class Comparison:
         """The numbers, of these, that any cell has."""
         return [name for name in names if any(cell.by_seed(name) for cell in self.cells)]
 
-    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
         """A row for each cell: its labels, how many runs have finished, and these numbers."""
         rows = [
             [
                 *cell.labels,
-                f"{len(cell.finished)} of {len(cell.results)}",
+                f"{len(cell.finished)} of {len(cell.runs)}",
                 *(cell.written(name) for name in names),
             ]
             for cell in self.cells
@@ -171,28 +167,18 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but ratios and the curves of other metrics than accuracy, numbers rounded."""
-        return {
-            "name": self.name,
-            "axes": list(self.axes),
-            "reference": None if self.reference is None else list(self.reference),
-            "cells": [
-                {"labels": list(cell.labels), "runs": list(map(_as_json, cell.results))}
-                for cell in self.cells
-            ],
-        }
+        stored: dict[str, Any] = msgspec.to_builtins(self)
+        for run in (run for cell in stored["cells"] for run in cell["runs"]):
+            run.pop("ratios", None)
+            run["numbers"] = {name: _rounded(value) for name, value in run["numbers"].items()}
+            run["curves"] = {name: one for name, one in run["curves"].items() if name == ACCURACY}
+            for curve in run["curves"].values():
+                curve["values"] = list(map(_rounded, curve["values"]))
+        return stored
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Comparison:
-        reference = stored["reference"]
-        return cls(
-            stored["name"],
-            tuple(stored["axes"]),
-            tuple(
-                Cell(tuple(one["labels"]), tuple(map(_from_json, one["runs"])))
-                for one in stored["cells"]
-            ),
-            None if reference is None else tuple(reference),
-        )
+        return msgspec.convert(stored, cls)
 
 
 def beyond_noise(a: Cell, b: Cell) -> bool | None:
@@ -212,25 +198,6 @@ def beyond_noise(a: Cell, b: Cell) -> bool | None:
         / math.sqrt(len(pairs))
     )
     return statistics.fmean(pairs) > least
-
-
-def _as_json(one: Result) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "seed": one.seed,
-        "state": one.state,
-        "numbers": {name: _rounded(value) for name, value in one.numbers.items()},
-        "curves": {
-            name: {"steps": series.steps, "values": [_rounded(value) for value in series.values]}
-            for name, series in one.curves.items()
-            if name == ACCURACY
-        },
-    }
-
-
-def _from_json(stored: Mapping[str, Any]) -> Result:
-    curves = {name: Series(one["steps"], one["values"]) for name, one in stored["curves"].items()}
-    return Result(stored["name"], stored["seed"], stored["state"], stored["numbers"], curves)
 
 
 def _rounded(value: float) -> float:

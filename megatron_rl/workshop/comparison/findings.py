@@ -48,13 +48,9 @@ class Finding:
         elif not self.beaten:
             noise = f", but nothing is best there beyond the noise of {self.seeds} seeds"
         else:
+            noise = f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}"
             if self.level:
-                level = f", and is not told apart from {_names(self.level)}"
-            else:
-                level = ""
-            noise = (
-                f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
-            )
+                noise += f", and is not told apart from {_names(self.level)}"
         largest = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
         return f"{largest}{noise}{_left_out(self.left_out)}."
 
@@ -85,7 +81,7 @@ def _alike(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
 
 def _differ(cells: Sequence[Cell]) -> str:
     """The smallest setting in which cells of the same outcome would not have had it."""
-    ratios = [one.ratios for cell in cells for one in cell.results if one.ratios]
+    ratios = [one.ratios for cell in cells for one in cell.runs if one.ratios]
     further = "the smallest grid with a sampler that is further off is python tools/compare_corrections.py by itself"
     if not ratios:
         return f" {further[0].upper()}{further[1:]}."
@@ -139,10 +135,12 @@ def beside_reference(comparison: Comparison) -> Iterator[str]:
     for one in findings(comparison):
         difference = (one.best.mean(AREA) or 0.0) - (reference.mean(AREA) or 0.0)
         above = beyond_noise(one.best, reference)
-        below = beyond_noise(reference, one.best)
-        noise = (
-            "one seed" if above is None else "beyond noise" if above or below else "within noise"
-        )
+        if above is None:
+            noise = "one seed"
+        elif above or beyond_noise(reference, one.best):
+            noise = "beyond noise"
+        else:
+            noise = "within noise"
         yield f"{one.best.name} is {difference:+.3f} from it, {noise}."
 
 
@@ -159,7 +157,7 @@ def _left_out(cells: Sequence[Cell]) -> str:
     if not cells:
         return ""
     return "; not judged: " + ", ".join(
-        f"{cell.labels[-1]} ({len(cell.finished)} of {len(cell.results)} runs finished)"
+        f"{cell.labels[-1]} ({len(cell.finished)} of {len(cell.runs)} runs finished)"
         for cell in cells
     )
 

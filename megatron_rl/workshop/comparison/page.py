@@ -4,6 +4,7 @@ gets its figures.
 
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,14 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
 def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:
     head, rows = comparison.table(shown)
     last = len(comparison.axes) - 1  # the axis that is compared: its labels have colours
-    named: list[list[str | Named]] = []
     for row, cell in zip(rows, comparison.cells, strict=True):
-        label = Named(row[last], colour_of(comparison, cell))
-        named.append([*row[:last], label, *row[last + 1 :]])
-    return head, named
+        row[last] = Named(row[last], colour_of(comparison, cell))
+    return head, rows
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Table:
     rows: list[list[str | Named]] = []
-    for one in (one for cell in comparison.cells for one in cell.results):
+    for one in (one for cell in comparison.cells for one in cell.runs):
         href = ""
         if one.name in runs and (page := runs[one.name].path / "report.html").is_file():
             href = os.path.relpath(page, output.parent)
@@ -123,7 +122,7 @@ def curves(comparison: Comparison, metric: str) -> go.Figure | None:
             return
         paint = colour_of(comparison, cell)
         part = {"row": place // ABREAST + 1, "col": place % ABREAST + 1}
-        if len(cell.results) > 1 and dash == "solid":
+        if len(cell.runs) > 1 and dash == "solid":
             charts.add_band(figure, mean.steps, low.values, high.values, paint, **part)
         legend: dict[str, Any] = {"legendgroup": name, "showlegend": name not in named}
         charts.add_line(
@@ -147,8 +146,8 @@ def bars(comparison: Comparison, number: str) -> go.Figure | None:
         return None
     figure = go.Figure()
     for cell in cells:
-        values = list(cell.by_seed(number).values())
-        mean = sum(values) / len(values)
+        values = cell.by_seed(number).values()
+        mean = statistics.fmean(values)
         figure.add_bar(
             x=[mean],
             y=[cell.name],

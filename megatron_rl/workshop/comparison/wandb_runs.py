@@ -50,37 +50,26 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
 
 def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], list[list[Any]]]:
     """Head and rows of a table of runs: labels, seed, state, numbers, correction key by key."""
-    corrections = {
-        name: dict(flatten(in_columns({"correction": run.setting("correction", {})})))
-        for name, run in runs.items()
-    }
+    corrections = {}
+    for name, run in runs.items():
+        values = flatten(in_columns({"correction": run.setting("correction", {})}))
+        corrections[name] = {key: "" if one is None else str(one) for key, one in values}
     keys = list(dict.fromkeys(key for one in corrections.values() for key in one))
     head = ["run", "id", *comparison.axes, "seed", "state", *NUMBERS, *keys]
     rows = []
     for cell in comparison.cells:
-        for one in cell.results:
+        for one in cell.runs:
             mine = corrections.get(one.name, {})
-            values = [one.numbers.get(name) for name in NUMBERS] + [
-                _text(mine.get(key)) for key in keys
-            ]
-            rows.append(
-                [
-                    one.name,
-                    _id(runs.get(one.name)),
-                    *cell.labels,
-                    one.seed,
-                    one.state,
-                    *values,
-                ]
-            )
+            about = [one.name, _id(runs.get(one.name)), *cell.labels, one.seed, one.state]
+            numbers = map(one.numbers.get, NUMBERS)
+            rows.append([*about, *numbers, *(mine.get(key, "") for key in keys)])
     return head, rows
 
 
 def _cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
     head = [*comparison.axes, "finished", *NUMBERS]
     rows = [
-        [*cell.labels, len(cell.finished), *(cell.mean(number) for number in NUMBERS)]
-        for cell in comparison.cells
+        [*cell.labels, len(cell.finished), *map(cell.mean, NUMBERS)] for cell in comparison.cells
     ]
     return head, rows
 
@@ -102,7 +91,3 @@ def _id(run: RunData | None) -> str:
     if path and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     return ""
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -10,23 +10,22 @@ N response tokens, S positions, H any width, V tokens of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
-from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import find
 from megatron_rl.models.model import Model
 from megatron_rl.models.points import Kind, Point, points
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.runs.console import table
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Prompt, SamplingParams, Scored
@@ -36,7 +35,24 @@ from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 LOGPROB = Point(Kind.logprob)
 HEAD = ("point", "apart: mean", "max", "own: mean", "max")
 PROMPT_TOKENS = 8  # random ones
-ALL = slice(None)
+# a point's kind -> the modules, of the policy or of a layer, where its values pass
+MODULES = {
+    "embedding": "embedding",
+    "input_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "head_norm": "self_attention.q_layernorm self_attention.k_layernorm",
+    "rotary": "self_attention.core_attention self_attention.core_attention",
+    "attention": "self_attention.core_attention",
+    "o_proj": "self_attention.linear_proj",
+    "post_norm": "pre_mlp_layernorm",
+    "gate_up": "mlp.linear_fc1",
+    "activation": "mlp.activation_func",
+    "down": "mlp.linear_fc2",
+    "experts": "mlp",
+    "final_norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+    "logprob": "",
+}
 
 
 @dataclass
@@ -49,7 +65,7 @@ class Difference:
 
     @property
     def mean(self) -> float:
-        return self.total / max(1, self.count)
+        return self.total / self.count
 
     def add(self, learner: Tensor, engine: Tensor) -> None:
         sizes = (learner.double() - engine.double()).abs()
@@ -63,58 +79,24 @@ class Port(NamedTuple):
 
     point: Point
     module: torch.nn.Module
-    columns: slice | Tensor = ALL
-    argument: int | None = None  # of the module, where it is not its output
+    columns: slice | Tensor
+    argument: int | None  # of the module, where it is not its output
 
 
 def ports(learner: Learner) -> Iterator[Port]:
     (policy,) = learner.modules
-    yield Port(Point(Kind.embedding), policy.embedding)
-    for layer, block in enumerate(policy.decoder.layers):
-        yield from _of_layer(learner.shape, layer, block)
-    yield Port(Point(Kind.final_norm), policy.decoder.final_layernorm)
-    yield Port(Point(Kind.lm_head), policy.output_layer)
-
-
-def _of_layer(shape: ModelShape, layer: int, block: Any) -> Iterator[Port]:
-    def port(
-        kind: Kind,
-        module: torch.nn.Module,
-        columns: slice | Tensor = ALL,
-        argument: int | None = None,
-    ) -> Port:
-        return Port(Point(kind, layer), module, columns, argument)
-
-    attention = block.self_attention
-    query = slice(0, shape.size("q"))
-    key = slice(shape.size("q"), shape.size("q") + shape.size("kv"))
-    yield port(Kind.input_norm, block.input_layernorm)
-    yield port(Kind.qkv, attention.linear_qkv, _interleaved(shape, layer))
-    if shape.has("qk_norm"):
-        yield port(Kind.head_norm, attention.q_layernorm, query)
-        yield port(Kind.head_norm, attention.k_layernorm, key)
-    yield port(Kind.rotary, attention.core_attention, query, argument=0)
-    yield port(Kind.rotary, attention.core_attention, key, argument=1)
-    yield port(Kind.attention, attention.core_attention)
-    yield port(Kind.o_proj, attention.linear_proj)
-    yield port(Kind.post_norm, block.pre_mlp_layernorm)
-    if shape.has("dense_mlp", layer):
-        yield port(Kind.gate_up, block.mlp.linear_fc1)
-        yield port(Kind.activation, block.mlp.activation_func)
-        yield port(Kind.down, block.mlp.linear_fc2)
-    else:
-        yield port(Kind.experts, block.mlp)
-
-
-def _interleaved(shape: ModelShape, layer: int) -> Tensor:
-    """Queries, keys and values in megatron-core's order: group by group."""
-    param = find(f"decoder.layers.{layer}.self_attention.linear_qkv.weight", shape)
-    spans = []
-    start = 0
-    for piece in param.slices(shape, Layout(), Place()):
-        spans += [(span.local, start + span.full, span.length) for span in piece.spans]
-        start += piece.shape[0]
-    return torch.cat([torch.arange(full, full + length) for _, full, length in sorted(spans)])
+    shape = learner.shape
+    sizes = [shape.size(part) for part in ("q", "kv", "kv")]
+    parts = torch.arange(sum(sizes)).split(sizes)
+    # megatron-core has queries, keys and values group by group
+    by_group = torch.cat([part.view(shape.kv_heads, -1) for part in parts], 1).flatten()
+    columns = {Kind.qkv: (by_group,), Kind.head_norm: parts, Kind.rotary: parts}
+    for point in points(shape):
+        root = policy if point.layer is None else policy.decoder.layers[point.layer]
+        for number, name in enumerate(MODULES[point.kind].split()):
+            place = columns.get(point.kind, (slice(None),))[number]
+            argument = number if point.kind is Kind.rotary else None
+            yield Port(point, root.get_submodule(name), place, argument)
 
 
 class Comparison:
@@ -125,14 +107,14 @@ class Comparison:
         self.ports = list(ports(learner))
         self.apart = {point: Difference() for point in points(learner.shape)}
         self.own = {point: Difference() for point in self.apart}
-        self.tokens = 0
-        self.kl = 0.0  # of the two as they are, summed over tokens
-        self._logits_N = torch.zeros(0)  # rows of the pack that passes, whose logits are made
+        self.kl = 0.0  # KL(engine, learner) at temperature 1 of both as they are, over all tokens
 
     def add(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
         """`batch`: one row; `values`: the engine's, of all its tokens."""
-        engine_N = values[str(LOGPROB)][int(batch.prompt_lengths_B[0]) - 1 :, 0]
-        self.tokens += len(engine_N)
+        first = int(batch.prompt_lengths_B[0]) - 1
+        engine_N = values[Kind.logprob][first:, 0]
+        # the learner makes logits for the response alone
+        values = {**values, Kind.lm_head: values[Kind.lm_head][first:][: len(engine_N)]}
         for differences in (self.apart, self.own):
             logprobs_N = self._pass(batch, values, differences)[: len(engine_N)]
             differences[LOGPROB].add(logprobs_N, engine_N)
@@ -141,61 +123,47 @@ class Comparison:
         self, batch: Batch, values: Mapping[str, Tensor], differences: dict[Point, Difference]
     ) -> Tensor:
         (policy,) = self.learner.modules
-        hooks = [policy.register_forward_pre_hook(self._begin, with_kwargs=True)]
         policy.holds_logits = True
-        for port in self.ports:
-            look = partial(self._look, port, values[str(port.point)], differences)
-            if port.argument is None:
-                hooks.append(port.module.register_forward_hook(partial(_after, look)))
-            else:
-                before = partial(_before, look, port.argument)
-                hooks.append(port.module.register_forward_pre_hook(before))
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(setattr, policy, "holds_logits", False)
+            for port in self.ports:
+                look = partial(self._look, port, values[str(port.point)], differences)
+                passed = partial(_passed, look, port.argument or 0)
+                if port.argument is None:
+                    hook = port.module.register_forward_hook(passed)
+                else:
+                    hook = port.module.register_forward_pre_hook(passed)
+                hooks.enter_context(hook)
             return self.learner.logprobs(batch)
-        finally:
-            policy.holds_logits = False
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self, policy: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._logits_N = kwargs["pack"].logit_index_N
 
     def _look(
         self, port: Port, engine_SH: Tensor, differences: dict[Point, Difference], passing: Tensor
     ) -> Tensor:
         """The values that go on: the engine's, when what is compared is this point's own."""
-        if port.point.kind is Kind.lm_head:
-            engine_SH = engine_SH[self._logits_N]
         engine_SH = engine_SH[:, port.columns]
         rows = passing.flatten(1)
-        place = (slice(len(engine_SH)), slice(engine_SH.shape[1]))  # the rest is filler
+        place = tuple(map(slice, engine_SH.shape))  # the rest is filler
         differences[port.point].add(rows[place], engine_SH)
         if differences is self.own:
             rows = rows.clone()
             rows[place] = engine_SH.to(rows.dtype)
             return rows.view(passing.shape)
         if port.point.kind is Kind.lm_head:
-            self.kl += _kl(rows[place], engine_SH)
+            ours_NV, theirs_NV = (
+                logits_NV.double().log_softmax(1) for logits_NV in (rows[place], engine_SH)
+            )
+            self.kl += float(kl_div(ours_NV, theirs_NV, reduction="sum", log_target=True))
         return passing
 
 
-def _before(
-    look: Callable[[Tensor], Tensor], place: int, module: Any, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    return (*args[:place], look(args[place]), *args[place + 1 :])
-
-
-def _after(look: Callable[[Tensor], Tensor], module: Any, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple):  # beside it: a bias
-        return (look(output[0]), *output[1:])
-    return look(output)
-
-
-def _kl(learner_NV: Tensor, engine_NV: Tensor) -> float:
-    """KL(engine, learner) at temperature 1, summed over positions."""
-    ours_NV = learner_NV.double().log_softmax(1)
-    theirs_NV = engine_NV.double().log_softmax(1)
-    return float((theirs_NV.exp() * (theirs_NV - ours_NV)).sum())
+def _passed(look: Callable[[Tensor], Tensor], place: int, module: Any, *passing: Any) -> Any:
+    """A module's arguments or its output (the last of `passing`), after a look at what they hold
+    at this place.
+    """
+    held = passing[-1]
+    if isinstance(held, tuple):  # beside an output: a bias
+        return (*held[:place], look(held[place]), *held[place + 1 :])
+    return look(held)
 
 
 def measure(
@@ -231,9 +199,10 @@ def _described(compared: Comparison) -> Iterator[str]:
     for point, apart in compared.apart.items():
         own = compared.own[point]
         sizes = (apart.mean, apart.max, own.mean, own.max)
-        rows.append((str(point), *(f"{size:.2e}" for size in sizes)))
+        rows.append((str(point), *map("{:.2e}".format, sizes)))
     yield from table(HEAD, rows)
+    logprobs = compared.apart[LOGPROB]
     yield (
-        f"KL(sampler, learner) {compared.kl / compared.tokens:.3g} nats a token; mean |d| of "
-        f"logprobs {compared.apart[LOGPROB].mean:.2g}, over {compared.tokens} tokens"
+        f"KL(sampler, learner) {compared.kl / logprobs.count:.3g} nats a token; mean |d| of "
+        f"logprobs {logprobs.mean:.2g}, over {logprobs.count} tokens"
     )

@@ -65,14 +65,14 @@ def rerun(dump: Path) -> str:
     found += _values(targets)
     look = _Look(learner, targets)
     metrics = learner.update(learner.part(batch), targets)
-    found += look.found
+    found += look.found.values()
     found += _gradients(learner)
-    recorded = about["metrics"]
+    other = "" if layout == learner.layout else ", on other ranks"
     rows = [
         ("dump", f"{path}: after {about['steps']} optimizer steps, {len(batch)} rows"),
-        ("then", _numbers(recorded) + ("" if layout == learner.layout else ", on other ranks")),
+        ("then", _numbers(about["metrics"]) + other),
         ("now", _numbers(metrics)),
-        *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
+        *zip(["first:"] + ["after it:"] * len(found), found, strict=False),
     ]
     return "\n".join(f"{name:<9} {text}" for name, text in rows)
 
@@ -83,13 +83,21 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 def _one_rank(config: Config) -> Config:
     learner = config.learner
-    kinds = ("tensor", "pipeline", "expert", "data", "context")
-    alone: dict[str, Any] = {f"{kind}_parallel": 1 for kind in kinds}
-    megatron = {name: value for name, value in learner.megatron.items() if name not in PARALLEL}
     return replace(
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
-        learner=replace(learner, **alone, on_nonfinite=OnNonFinite.skip, megatron=megatron),
+        learner=replace(
+            learner,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            expert_parallel=1,
+            data_parallel=1,
+            context_parallel=1,
+            on_nonfinite=OnNonFinite.skip,
+            megatron={
+                name: value for name, value in learner.megatron.items() if name not in PARALLEL
+            },
+        ),
         # measured for the sampler
         quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),
         sampler=SamplerSection(),
@@ -97,22 +105,18 @@ def _one_rank(config: Config) -> Config:
 
 
 def _values(targets: Targets) -> Iterator[str]:
-    used_N = targets.denominator_mask_N
+    rows = targets.responses
+    row_N = rows.at_tokens(torch.arange(rows.units))
     for name in VALUES:
         values = getattr(targets, name)
         if values is None:
             continue
-        used = used_N if name.endswith("_N") else targets.responses.count(used_N) > 0
-        for at in (~values.isfinite() & used).nonzero().flatten().tolist()[:1]:
-            yield f"{name} holds {float(values[at])} {_where(targets, name, at)}"
-
-
-def _where(targets: Targets, name: str, at: int) -> str:
-    if not name.endswith("_N"):
-        return f"in row {at}"
-    rows = targets.responses
-    row = int(rows.at_tokens(torch.arange(rows.units))[at])
-    return f"at response token {int(rows.place_N[at])} of row {row}"
+        if name.endswith("_B"):
+            values = rows.at_tokens(values)
+        odd_N = ~values.isfinite() & targets.denominator_mask_N
+        for (at,) in odd_N.nonzero().tolist()[:1]:
+            where = f"{name} of response token {int(rows.place_N[at])}"
+            yield f"{where} holds {float(values[at])} in row {int(row_N[at])}"
 
 
 def _gradients(learner: Learner) -> Iterator[str]:
@@ -122,7 +126,7 @@ def _gradients(learner: Learner) -> Iterator[str]:
         for name, parameter in learner.named_parameters()
         if parameter.requires_grad
     }
-    odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
+    odd = [name for name, gradient in held.items() if not gradient.isfinite().all()]
     if odd:
         yield f"the gradients of {len(odd)} of {len(held)} weights, on the way back first {odd[-1]}"
     else:
@@ -134,49 +138,34 @@ class _Look:
     """First non-finite output of the forward pass and gradient of the backward pass."""
 
     def __init__(self, learner: Learner, targets: Targets) -> None:
+        self.found: dict[str, str] = {}  # by the pass
         self._targets = targets
-        self._pack: Pack | None = None
-        self._forward: str | None = None
-        self._backward: str | None = None
         for policy in learner.modules:
             policy.register_forward_pre_hook(self._begin, with_kwargs=True)
             for name, module in policy.named_modules():
-                if name:
-                    module.register_forward_pre_hook(partial(self._before, name))
-                    module.register_forward_hook(partial(self._after, name))
-
-    @property
-    def found(self) -> list[str]:
-        return [each for each in (self._forward, self._backward) if each is not None]
+                module.register_forward_hook(partial(self._after, name))
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._pack = kwargs.get("pack", args[0] if args else None)
-
-    def _before(self, name: str, module: torch.nn.Module, args: Any) -> None:
-        """Check the input, in which a sum or the like between two modules shows."""
-        self._check(args, f"the input of {name}")
+        self._pack: Pack = kwargs["pack"]
 
     def _after(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._check(output, f"the output of {name}")
+        """Check the input too, in which a sum or the like between two modules shows."""
+        for tensor in _activations(args):
+            self._check("forward", f"input of {name}", self._pack, tensor)
+        what = f"output of {name}"
         for tensor in _activations(output):
-            tensor.register_hook(partial(self._gradient, name, self._pack))
+            self._check("forward", what, self._pack, tensor)
+            check = partial(self._check, "backward", f"gradient of the {what}", self._pack)
+            tensor.register_hook(check)
 
-    def _check(self, values: Any, what: str) -> None:
-        for tensor in _activations(values) if self._forward is None else ():
-            if not bool(tensor.isfinite().all()):
-                self._forward = f"{what} holds {_odd(tensor)}{self._place(tensor, self._pack)}"
-                return
+    def _check(self, way: str, what: str, pack: Pack, tensor: Tensor) -> None:
+        if way not in self.found and not tensor.isfinite().all():
+            self.found[way] = f"the {what} holds {_odd(tensor)}{self._place(tensor, pack)}"
 
-    def _gradient(self, name: str, pack: Pack | None, gradient: Tensor) -> None:
-        if self._backward is None and not bool(gradient.isfinite().all()):
-            self._backward = f"the gradient of the output of {name} holds {_odd(gradient)}{self._place(gradient, pack)}"
-
-    def _place(self, tensor: Tensor, pack: Pack | None) -> str:
+    def _place(self, tensor: Tensor, pack: Pack) -> str:
         """Row, and token in that row, of the first odd value."""
-        if pack is None:
-            return ""
-        first = (~tensor.isfinite()).nonzero()[0].tolist()
-        for at, size in zip(first, tensor.shape, strict=True):
+        first = (~tensor.isfinite()).nonzero()[0]
+        for at, size in zip(first.tolist(), tensor.shape, strict=True):
             if size == len(pack.logit_index_N):
                 at = int(pack.logit_index_N[at])
             elif size != len(pack.tokens_S):
@@ -184,10 +173,8 @@ class _Look:
             sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
             row = pack.rows[sequence]
             token = at - int(pack.starts[sequence])
-            length = int(self._targets.prompt_lengths_B[row])
-            if token < length:
-                return f", first at row {row}, token {token} of the prompt"
-            return f", first at row {row}, token {token - length} of the response"
+            prompt = int(self._targets.prompt_lengths_B[row])
+            return f", first at row {row}, token {token} (its prompt has {prompt})"
         return ""
 
 

@@ -4,30 +4,20 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import (
     Anchor,
+    CorrectionConfig,
     Level,
     NonFinite,
-    Outside,
     Reduce,
     RejectRule,
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    Native,
-    Translation,
-    ratio_rule,
-    weigh,
-)
-from megatron_rl.workshop.translation.settings import settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 
 
-def areal(mapping: Native) -> Translation:
-    keys = settings("areal", mapping, bare=False)
+def areal(keys: Keys) -> CorrectionConfig:
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     keys.refuse_if(rejects and not decoupled, "use_decoupled_loss", "needs_decoupled")
@@ -47,19 +37,11 @@ def areal(mapping: Native) -> Translation:
     weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
     renormalize = False
     if threshold is not None:
-        by_rows = weight.level == Level.sequence or any(
-            rule.level == Level.sequence for rule in rules
-        )
-        keys.refuse_if(by_rows, "m2_threshold", "rows_left")
-        if rules:
-            keys.refuse_if(rules[0].stat != Stat.ratio, "m2_threshold", "only_own")
+        keys.refuse_if(keys.text("level") == "sequence", "m2_threshold", "rows_left")
+        for rule in rules:
+            keys.refuse_if(rule.stat != Stat.ratio, "m2_threshold", "only_own")
             # a band of token ratios keeps the denominators as a weight that is zero outside it
-            weight = replace(
-                weight,
-                outside=Outside.zero,
-                low=rules[0].low,
-                high=rules[0].high,
-            )
+            weight = weigh(rule.low, rule.high, mask=True)
             if keys.text("importance_sampling_level") == "sequence":
                 keys.note_gspo("AReaL", "those inside the band", " by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
@@ -67,7 +49,7 @@ def areal(mapping: Native) -> Translation:
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
         keys.note("solved")
     anchor = Anchor.interpolated if interpolated else Anchor.prox
-    return keys.translation(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
+    return keys.correction(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
 
 
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
@@ -81,27 +63,21 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
         return *_by_ratio(keys, level, action == "clamp", agg, upper), NonFinite.one
     keys.refuse_if(action == "clamp", "action", "AReaL clamps with metric: ratio only")
     keys.refuse_if(metric == "kl_k3", "metric", "k3")
-    lower = keys.number("lower")
-    reduce = None if level == Level.token else Reduce(agg)
-    stat = Stat.binary_kl_max if metric == "binary_kl" else Stat.k2
-    keys.note_if(metric == "binary_kl", "within")
-    rule = RejectRule(level=level, stat=stat, reduce=reduce, low=lower, high=upper)
-    if metric == "kl_k1":
+    rule = RejectRule(level=level, stat=Stat.k2, low=keys.number("lower"), high=upper)
+    if metric == "binary_kl":
+        rule = replace(rule, stat=Stat.binary_kl_max)
+        keys.note("within")
+    elif metric == "kl_k1":
         # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the
         # smallest
-        reduce = Reduce.min if reduce == Reduce.max else reduce
-        rule = RejectRule(
-            level=level,
-            stat=Stat.k1,
-            reduce=reduce,
-            low=-upper,
-            high=None if lower is None else -lower,
-        )
+        high = None if rule.low is None else -rule.low
+        rule = replace(rule, stat=Stat.k1, low=-upper, high=high)
+        agg = "min" if agg == "max" else agg
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
     if level == Level.token:
         return UNWEIGHTED, [rule], NonFinite.zero
     keys.note("row_leaves")
-    return UNWEIGHTED, [rule], NonFinite.reject
+    return UNWEIGHTED, [replace(rule, reduce=Reduce(agg))], NonFinite.reject
 
 
 def _by_ratio(

@@ -33,8 +33,8 @@ def derive(values: Values, told: Accounts) -> None:
         step(values, told)
     if reward := values.get("=reward"):
         told.note("reward", reward=reward)
-    for name in [name for name in values if name.startswith("=")]:
-        del values[name]
+    for fact in shared()["facts"]:
+        values.pop(f"={fact}", None)
 
 
 def _switches(values: Values, told: Accounts) -> None:
@@ -43,12 +43,14 @@ def _switches(values: Values, told: Accounts) -> None:
             values.pop(key, None)
     if not values.get("rollout.ahead"):
         values.pop("rollout.in_flight", None)
-    if "=grpo_is" in values and values.get("advantage.estimator", "grpo") == "grpo":
-        values["advantage.estimator"] = values["=grpo_is"]
-    if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
-        values["advantage.estimator"] = "rloo"
-    elif values.get("=leave_one_out"):
-        told.lacks("a baseline without the answer itself", "baseline")
+    estimator = "advantage.estimator"
+    if "=grpo_is" in values and values.get(estimator, "grpo") == "grpo":
+        values[estimator] = values["=grpo_is"]
+    if values.get("=leave_one_out"):
+        if values.get(estimator) == "dr_grpo":
+            values[estimator] = "rloo"
+        else:
+            told.lacks("a baseline without the answer itself", "baseline")
 
 
 def _clips(values: Values, told: Accounts) -> None:
@@ -65,14 +67,14 @@ def _lengths(values: Values, told: Accounts) -> None:
     response = values.get("rollout.max_response_tokens")
     if total is None or (prompt and response and prompt + response <= total):
         return
-    if response is None or response >= total:
-        prompt = prompt if prompt and prompt < total else min(LONGEST_PROMPT, total // 2)
-        told.note("shared_tokens", total=total, prompt=prompt)
-        response = total - prompt
-    values["rollout.max_prompt_tokens"] = (
-        prompt if prompt and prompt + response <= total else total - response
-    )
-    values["rollout.max_response_tokens"] = response
+    if response and response < total:
+        values["rollout.max_prompt_tokens"] = total - response
+        return
+    if not prompt or prompt >= total:
+        prompt = min(LONGEST_PROMPT, total // 2)
+    told.note("shared_tokens", total=total, prompt=prompt)
+    values["rollout.max_prompt_tokens"] = prompt
+    values["rollout.max_response_tokens"] = total - prompt
 
 
 def _batch(values: Values, told: Accounts) -> None:
@@ -94,12 +96,10 @@ def _batch(values: Values, told: Accounts) -> None:
     if (passes := values.get("=passes", 1)) != 1:
         told.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
-    tokens = (
-        values.get("learner.tokens_per_microbatch")
-        or values.get("=microbatch_answers", 0) * longest
-    )
+    key = "learner.tokens_per_microbatch"
+    tokens = values.get(key) or values.get("=microbatch_answers", 0) * longest
     if tokens or longest > LearnerSection().tokens_per_microbatch:
-        values["learner.tokens_per_microbatch"] = max(tokens, longest)
+        values[key] = max(tokens, longest)
 
 
 def _schedule(values: Values, told: Accounts) -> None:
@@ -123,11 +123,12 @@ def _schedule(values: Values, told: Accounts) -> None:
             told.note("warmup", share=share)
         else:
             values["optim.warmup_steps"] = round(share * steps * updates)
-    if (share := values.get("=min_lr_share")) and lr is not None:
-        values.setdefault("optim.min_lr", share * lr)
     values["optim.warmup_steps"] = max(0, int(values.get("optim.warmup_steps", 0)))
-    if lr is not None and values.get("optim.min_lr", 0) > lr:
-        values["optim.min_lr"] = lr
+    if lr is not None:
+        if share := values.get("=min_lr_share"):
+            values.setdefault("optim.min_lr", share * lr)
+        if values.get("optim.min_lr", 0) > lr:
+            values["optim.min_lr"] = lr
     if steps is None:
         told.note("steps")
 
@@ -162,21 +163,19 @@ def _data(values: Values, told: Accounts) -> None:
         named = values.get(f"={key}") or []
         names = named if isinstance(named, list) else str(named).split(",")
         files = [_local(str(one), "data", told) for one in names]
-        if not files:
-            continue
-        values[f"data.{key}"] = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
+        if files:
+            values[f"data.{key}"] = files[0]
         if len(files) > 1 and key == "eval":
-            values["data.eval"] = files[0]
             told.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
         elif len(files) > 1:
+            values["data.train"] = dict.fromkeys(files, 1.0)
             told.note("one_after_another")
     if "data.eval" not in values:
         values["eval.every"] = 0
     if values.get("=template"):
         values["data.template"] = {}
-    if "wandb" in str(values.get("=wandb")) or values.get("=wandb") is True:
-        values["log.wandb"] = "auto"
-    if values.get("=wandb_named"):
+    loggers = values.get("=wandb")
+    if loggers is True or "wandb" in str(loggers) or values.get("=wandb_named"):
         values["log.wandb"] = "auto"
 
 

@@ -1,18 +1,11 @@
 """Fireworks' fw-ai cookbook: `tis` (once `is_correction`), `anchor_logp` as our `correction`."""
 
-from megatron_rl.workshop.translation.keys import (
-    Native,
-    Translation,
-    TranslationError,
-    ratio_rule,
-    weigh,
-)
-from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.config.schema import CorrectionConfig
+from megatron_rl.workshop.translation.keys import Keys, TranslationError, ratio_rule, weigh
 
 
-def fireworks(mapping: Native) -> Translation:
-    keys = settings("fireworks", mapping)
-    for path in flatten(mapping):
+def fireworks(keys: Keys) -> CorrectionConfig:
+    for path in keys.flat:
         if ".tis." in f".{path}" and path not in keys.paths:
             raise TranslationError(f"fireworks: {path}: the cookbook reads recipe.rl.tis only")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
@@ -24,12 +17,12 @@ def fireworks(mapping: Native) -> Translation:
     if level == "sequence":
         keys.refuse_if(band is not None, "icepop_threshold", "row_band")
         keys.note("clamps")
-        return keys.translation(weigh(None, cap, "sequence", mean=True), [])
+        return keys.correction(weigh(None, cap, "sequence", mean=True))
     if band is None:
-        return keys.translation(weigh(None, cap), [])
+        return keys.correction(weigh(None, cap))
     keys.refuse_if(band <= 1, "icepop_threshold", "expected a threshold above 1")
     if cap >= band:
-        return keys.translation(weigh(1.0 / band, band, mask=True), [])
+        return keys.correction(weigh(1.0 / band, band, mask=True))
     keys.note_kl("the cookbook")
     keys.note_gspo("the cookbook")
-    return keys.translation(weigh(None, cap), [ratio_rule(1.0 / band, band)])
+    return keys.correction(weigh(None, cap), [ratio_rule(1.0 / band, band)])

@@ -1,5 +1,5 @@
-"""Typed reading of another project's settings by name, its errors and notes; and the Translation,
-weights and reject rules that several projects' settings come down to.
+"""Typed reading of another project's settings by name, its errors and notes; and the weights and
+reject rules that several projects' settings come down to.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.schema import (
@@ -55,29 +56,16 @@ class Unset:
         return self.text
 
     def way_out(self, key: str) -> str:
-        if self.names and self.names[0].isidentifier():
-            named = self.names[0]
-        else:
-            named = key
         missing = ", ".join(self.names) or self.text
-        return f"needs {missing}, which the file does not set; add {named}=... to the command"
+        if self.names and self.names[0].isidentifier():
+            key = self.names[0]
+        return f"needs {missing}, which the file does not set; add {key}=... to the command"
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known name that a name is nearest to, as a question; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}?" if near else ""
-
-
-class Translation(NamedTuple):
-    """Our config, the conditions under which it does the same, and keys of the `loss` section that
-    it goes with.
-    """
-
-    config: CorrectionConfig
-    notes: list[str]
-    loss: dict[str, Any]
-    read: frozenset[str] = frozenset()  # the keys that it is made of, as the file has them
 
 
 def weigh(
@@ -113,9 +101,11 @@ def is_null(value: Any) -> bool:
 class Keys:
     """The values of one project's settings, by name."""
 
-    def __init__(self, framework: str, values: Native, present: bool = True) -> None:
+    def __init__(self, framework: str, flat: Native, present: bool = True) -> None:
         self.framework = framework
-        self.values = dict(values)
+        self.flat = dict(flat)  # all keys of the file
+        self.apart: dict[str, Any] = {}  # those of them that the project's module reads itself
+        self.values: dict[str, Any] = {}
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
@@ -123,9 +113,8 @@ class Keys:
         self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
-        if name not in self.values:
-            value = ""
-        else:
+        value = ""
+        if name in self.values:
             value = f" is {reprlib.repr(self.values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
@@ -137,14 +126,14 @@ class Keys:
             )
         self.paths.add(path)
 
-    def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
+    def refuse_if(self, condition: object, name: str, reason: str, **fields: Any) -> None:
         if condition:
             raise self.error(name, self._said(reason, fields))
 
     def note(self, condition: str, **fields: Any) -> None:
         self.notes.append(self._said(condition, fields))
 
-    def note_if(self, holds: bool, condition: str, **fields: Any) -> None:
+    def note_if(self, holds: object, condition: str, **fields: Any) -> None:
         if holds:
             self.note(condition, **fields)
 
@@ -186,10 +175,12 @@ class Keys:
                 self.refuse_if(twice, old, f"given as {new} too, with a different value")
                 self.values[new] = self.values[old]
 
-    def replace(self, other: Keys, names: Collection[str]) -> None:
+    def replace(self, other: Keys, names: Iterable[str]) -> None:
         """The values of another section for these names, absent ones included."""
-        kept = {name: value for name, value in self.values.items() if name not in names}
-        self.values = kept | {name: value for name, value in other.values.items() if name in names}
+        for name in names:
+            self.values.pop(name, None)
+            if name in other.values:
+                self.values[name] = other.values[name]
         self.notes += other.notes
         self.paths |= other.paths
         self.present = self.replaced = True
@@ -206,8 +197,9 @@ class Keys:
         value = self.raw(name)
         if value is None:
             return default
-        self.refuse_if(str(value).lower() not in ("true", "false"), name, "expected true or false")
-        return str(value).lower() == "true"
+        word = str(value).lower()
+        self.refuse_if(word not in ("true", "false"), name, "expected true or false")
+        return word == "true"
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
         value = self.raw(name, default)
@@ -246,26 +238,26 @@ class Keys:
         return value or None
 
     def as_number(self, name: str, value: Any) -> float:
-        try:
-            # underscores separate digits in Python and YAML, and bounds in verl: never guess which
-            if isinstance(value, bool) or "_" in str(value):
-                number = math.nan
-            else:
+        number = math.nan
+        # underscores separate digits in Python and YAML, and bounds in verl: never guess which
+        if not isinstance(value, bool) and "_" not in str(value):
+            with suppress(TypeError, ValueError, OverflowError):
                 number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
         self.refuse_if(not math.isfinite(number), name, "expected a number")
         return number
 
-    def bypass(self, *rules: RejectRule) -> Translation:
+    def bypass(self, *rules: RejectRule) -> CorrectionConfig:
         """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
-        return self.translation(NO_WEIGHT, list(rules), anchor=Anchor.sampler)
+        return self.correction(NO_WEIGHT, rules, anchor=Anchor.sampler)
 
-    def translation(
-        self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
-    ) -> Translation:
+    def correction(
+        self,
+        weight: WeightConfig,
+        rules: Iterable[RejectRule] = (),
+        renormalize: bool = False,
+        **more: Any,
+    ) -> CorrectionConfig:
         """The correction in our keys: no project recomputes group baselines after a rejection."""
-        config = CorrectionConfig(
-            weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more
+        return CorrectionConfig(
+            weight=weight, reject=list(rules), rebaseline=False, renormalize=renormalize, **more
         )
-        return Translation(config, self.notes, self.loss, frozenset(self.paths))

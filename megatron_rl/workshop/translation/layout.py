@@ -1,5 +1,6 @@
 """Layout of learner, sampler and cluster from another project's sizes; accounts of its keys."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,23 +39,23 @@ def ranks(values: Values, told: Accounts) -> None:
         "learner": values.get("=learner_ranks") or both[-1],
     }
     for role, word in words.items():
-        found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
-        # six are too many
-        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}
-        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
-            if word:
-                told.lacks(f"sizes of the {role}: {word}", "no_sizes")
+        if not word:
             continue
-        count = sizes["d"] * sizes["p"] * sizes["t"] * sizes["c"]
-        values[f"={role}_gpus"] = count
+        # six digits are too many
+        found = re.findall(r"([dptce])(\d{1,6})", str(word).rsplit(":", 1)[-1])
+        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits) for kind, digits in found}
+        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
+            told.lacks(f"sizes of the {role}: {word}", "no_sizes")
+            continue
+        values[f"={role}_gpus"] = math.prod(sizes[kind] for kind in "dptc")
         values[f"{role}.tensor_parallel"] = sizes["t"]
         if role == "learner":
             values |= {
                 "learner.pipeline_parallel": sizes["p"],
                 "learner.expert_parallel": sizes["e"],
+                "learner.context_parallel": sizes["c"],
+                "=sharded": "fsdp" in str(word),
             }
-            values["learner.context_parallel"] = sizes["c"]
-            values["=sharded"] = "fsdp" in str(word)
 
 
 def layout(values: Values, told: Accounts) -> None:
@@ -96,20 +97,13 @@ def layout(values: Values, told: Accounts) -> None:
         values["cluster"] = name
     else:
         told.note("no_cluster", nodes=nodes, gpus=gpus)
-    _activations(values, tensor)
-    if values.get("=sharded"):
-        told.note("sharded")
-
-
-def _activations(values: Values, tensor: int) -> None:
-    """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing
-    else is said.
-    """
     key = "learner.megatron.recompute"
     if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
         values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}
     if tensor > 1:
         values.setdefault("learner.megatron.sequence_parallel", True)
+    if values.get("=sharded"):
+        told.note("sharded")
 
 
 def _one_node(values: Values, gpus: int, engines_gpus: int, engine: int) -> None:

@@ -1,16 +1,14 @@
 """NeMo-RL's ClippedPGLossConfig (`loss_fn`), `seq_logprob_error_threshold` as our `correction`."""
 
-from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    Native,
-    Translation,
-    ratio_rule,
-    weigh,
+from megatron_rl.config.schema import (
+    CorrectionConfig,
+    NonFinite,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
 )
-from megatron_rl.workshop.translation.settings import settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 CORRECTION = "use_importance_sampling_correction"
 ERROR_KEY = "seq_logprob_error_threshold"
@@ -23,8 +21,7 @@ PENALTY = "reference_policy_kl_penalty"
 KL_TYPE = "reference_policy_kl_type"
 
 
-def nemo_rl(mapping: Native) -> Translation:
-    keys = settings("nemo_rl", mapping)
+def nemo_rl(keys: Keys) -> CorrectionConfig:
     penalty = keys.number(PENALTY)
     keys.refuse_if(keys.flag(KL_KEY, False) and penalty != 0, KL_KEY, "on_policy_kl")
     if penalty and not keys.flag("use_kl_in_reward", False):
@@ -32,15 +29,14 @@ def nemo_rl(mapping: Native) -> Translation:
         keys.note("k2")
         keys.goes_with(kl_estimator="k2")
     weight, rules = _weight(keys)
-    renormalize = not rules
     keys.note_if(keys.flag("force_on_policy_ratio", False), "one_update")
     threshold = keys.positive(ERROR_KEY)
-    if threshold is not None:
-        keys.refuse_if(not renormalize, ERROR_KEY, "denominators")
-        rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
+    if threshold is None:
+        return keys.correction(weight, rules, renormalize=not rules, non_finite=NonFinite.zero)
+    keys.refuse_if(rules, ERROR_KEY, "denominators")
+    rules = [RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold)]
     # a row's error that is NaN is above any threshold
-    non_finite = NonFinite.zero if threshold is None else NonFinite.reject
-    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
+    return keys.correction(weight, rules, renormalize=True, non_finite=NonFinite.reject)
 
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:

@@ -1,16 +1,7 @@
 """OpenRLHF's `--algo.advantage.is_correction_*` (0.11.2, and older names) as our `correction`."""
 
-from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNWEIGHTED,
-    Keys,
-    Native,
-    Translation,
-    ratio_rule,
-    weigh,
-)
-from megatron_rl.workshop.translation.settings import settings
+from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, ratio_rule, weigh
 
 BOUNDS = "is_correction_threshold"
 LEVEL = "is_correction_level"
@@ -30,8 +21,7 @@ SCHEMES = {
 }
 
 
-def openrlhf(mapping: Native) -> Translation:
-    keys = settings("openrlhf", mapping)
+def openrlhf(keys: Keys) -> CorrectionConfig:
     if any(map(keys.given, (LEVEL, MODE, GATING))):
         scheme = _scheme(keys)
     else:
@@ -39,7 +29,7 @@ def openrlhf(mapping: Native) -> Translation:
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
-        return keys.translation(NO_WEIGHT, [])
+        return keys.correction(NO_WEIGHT)
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
         keys.refuse_if(
             unbiased,
@@ -54,9 +44,9 @@ def openrlhf(mapping: Native) -> Translation:
     if (gating := keys.text(GATING)) in GATES:
         return _gated(keys, level, gating, low, high)
     if level == "token":
-        return keys.translation(weigh(low, high, mask=mode == "mask"), [])
+        return keys.correction(weigh(low, high, mask=mode == "mask"))
     keys.note_kl("OpenRLHF")
-    return keys.translation(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
+    return keys.correction(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
 
 
 def _scheme(keys: Keys) -> tuple[str, str] | None:
@@ -79,13 +69,13 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
     return str(level), mode
 
 
-def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
+def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> CorrectionConfig:
     """Reject tokens, or rows by their mean, that moved too far; weigh the others by their ratio."""
     keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
     keys.note_if(gating == "binary_kl", "within")
     kind, reduce = (Level.sequence, Reduce.mean) if level == "seq" else (Level.token, None)
-    return keys.translation(
+    return keys.correction(
         UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)]
     )
 
@@ -114,6 +104,7 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
     keys.refuse_if(
         len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}"
     )
-    *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
+    numbers = [keys.as_number(BOUNDS, word) for word in words]
     keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
-    return (numbers[0] or None) if len(numbers) == 2 else None, high
+    low, high = [0.0, *numbers][-2:]
+    return low or None, high

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.schema import Level, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
-from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.config.schema import CorrectionConfig, Level, RejectRule, Stat
+from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError
+from megatron_rl.workshop.translation.settings import flatten
 
 LOW = "dppo_mask_low"
 HIGH = "dppo_mask_high"
@@ -21,14 +21,12 @@ OTHER_LOSSES = (
 )
 
 
-def prime_rl(mapping: Native) -> Translation:
-    flat = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
-    for path, algorithm in _algorithms(flat):
+def prime_rl(keys: Keys) -> CorrectionConfig:
+    for path, algorithm in _algorithms(keys.flat):
         if algorithm in OTHER_LOSSES:
             raise TranslationError(
                 f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not"
             )
-    keys = settings("prime_rl", flat)
     kind = keys.choice("type", "default", "default", "ipo", "custom")
     keys.refuse_if(kind == "custom", "type", "what a custom loss computes is not known here")
     keys.refuse_if(keys.number(FACTOR, 1.0) != 1.0, FACTOR, "factor")

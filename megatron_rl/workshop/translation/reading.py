@@ -68,7 +68,7 @@ class Reading:
                 text = file.read(min(path.stat().st_size, LARGEST_TEXT + 1))
         else:
             raise TranslationError(
-                f"{path}: not readable as text: no regular file; copy its text into one"
+                f"{path}: not readable as text: no regular file; name one, or copy its text there"
             )
         if len(text) > LARGEST_TEXT:
             raise TranslationError(f"{path}: more than {LARGEST_TEXT} characters")

@@ -78,7 +78,7 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
 
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told = Accounts()
-    others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
+    others = {path: rules.reason(path) for path in flat if path not in rules.by_name}
     for path in others:
         _refuse_near(rules, path, flat[path])
     correction = translate(
@@ -109,11 +109,10 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
 def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
     """Values by our key: constants, their defaults, then the file's values in the table's order."""
     values: Values = dict(rules.always)
-    for row in rules.rows:
-        if row.default is not None and row.to and _counts(rules, row, flat):
-            if not _set(values, row, row.theirs, row.default) and not any(
-                name in flat for name in row.names
-            ):
+    on = [row for row in rules.rows if _counts(rules, row, flat)]
+    for row in on:
+        if row.default is not None and row.to:
+            if not _set(values, row, row.theirs, row.default) and flat.keys().isdisjoint(row.names):
                 told.missing[
                     f"{row.theirs}, which is {as_written(row.default)} there by default"
                 ] = row.why
@@ -121,7 +120,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
         found = [name for name in row.names if name in flat]
         for name in [name for name in found if not isinstance(flat[name], Unset)] or found:
             value = flat[name]
-            if not _counts(rules, row, flat):
+            if row not in on:
                 told.not_needed.setdefault(OFF, []).append(name)
                 continue
             told.translated.append(name)
@@ -146,11 +145,10 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
 
 def _set(values: Values, row: Row, name: str, value: Any) -> bool:
     """Set the counterpart of a value of theirs; return False if it has none."""
+    if value is None and None not in (row.words or ()):
+        return True
     try:
-        if value is not None or None in (row.words or ()):
-            ours = row.ours(value)
-        else:
-            ours = {}
+        ours = row.ours(value)
     except (KeyError, TypeError):
         return False
     for key, one in ours.items():
@@ -171,12 +169,7 @@ def _refuse_near(rules: Table, path: str, value: Any) -> None:
         )
     name = last(path)
     section = path.removesuffix(name)
-    beside = [
-        last(one)
-        for row in rules.rows
-        for one in row.names
-        if one.removesuffix(last(one)) == section
-    ]
+    beside = [last(one) for one in rules.by_name if one.removesuffix(last(one)) == section]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
     if near and len(name) > SHORT:
         raise TranslationError(
@@ -188,12 +181,10 @@ def _fit_loss(values: Values) -> None:
     """Keys of other losses than the recipe's, and of a KL that is off, are not its own."""
     chosen = values.get("loss.name", "ppo")
     others = {key for loss in LOSSES.values() for key in loss.keys} - {*LOSSES[chosen].keys, *CLIP}
-    if values.get("loss.kl_coef"):
-        off = set()
-    else:
-        off = {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
-    for key in [*(f"loss.{key}" for key in others), *off]:
-        values.pop(key, None)
+    if not values.get("loss.kl_coef"):
+        others |= {"kl_cap", "kl_estimator", "kl_to"}
+    for key in others:
+        values.pop(f"loss.{key}", None)
 
 
 def _nested(values: Values) -> dict[str, Any]:

@@ -29,14 +29,10 @@ LISTED = 12  # names in a comment, of which the rest is counted
 RESOLVE = "resolve the configuration first"
 # acronyms stay whole, camel case comes apart
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# by one of its words, a name may be a setting of a rollout correction
 SUSPECT = re.compile(
-    r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*"
+    r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*", re.I
 )
-
-
-def may_correct(name: str) -> bool:
-    """True if a name, by one of its words, may be a setting of a rollout correction."""
-    return any(SUSPECT.fullmatch(word.lower()) for word in WORD.findall(name))
 
 
 def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
@@ -61,7 +57,7 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def settings(project: str, mapping: Native, names: Names | None = None, bare: bool = True) -> Keys:
+def settings(project: str, mapping: Native, names: Names | None = None) -> Keys:
     """Settings of a correction, by the last part of their names.
 
     Those of a section are given in full, from any of its parents on, or (`bare`) alone; without a
@@ -69,23 +65,27 @@ def settings(project: str, mapping: Native, names: Names | None = None, bare: bo
     other known name outside is an error.
     """
     names = names or table(project).correction
-    flat = flatten(mapping)
+    keys = Keys(project, flatten(mapping), present=not names.section)
+    flat = keys.flat
+    for path in list(flat):
+        if any(f".{part}." in f".{path}." for part in names.apart):
+            keys.apart[path] = flat.pop(path)
     if flat and all(path == "defaults" or path.startswith("hydra.") for path in flat):
         raise TranslationError(
             f"{project}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}"
         )
-    keys = Keys(project, {}, present=not names.section)
     if names.section:
-        _of_section(keys, flat, names, bare)
+        _of_section(keys, names)
     else:
         for path in sorted(path for path in flat if last(path) in names.keys):
             keys.take(last(path), flat[path], path)
-    _leave_out(keys, flat, names)
+    _leave_out(keys, names)
     keys.rename(names.former)
     return keys
 
 
-def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
+def _of_section(keys: Keys, names: Names) -> None:
+    flat = keys.flat
     parts = names.section.split(".")
     heads = [".".join(parts[place:]) for place in range(len(parts))]
     loose = False
@@ -99,13 +99,13 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
                     f"{keys.framework}: {path} is {value!r}: expected keys and values"
                 )
             keys.present |= value is not None
-        elif inside is not None or (bare and path in names.keys):
+        elif inside is not None or (names.bare and path in names.keys):
             keys.present = True
-            loose = loose or inside is None
+            loose |= inside is None
             inside = inside or path
             if not (inside in names.removed and _switched_off(value)):
                 keys.take(inside, value, path)
-        elif any(name == path or name.endswith(f".{path}") for name in names.beside):
+        elif any(f".{name}".endswith(f".{path}") for name in names.beside):
             keys.take(last(path), value, path)
         elif not (names.is_removed(path) and _switched_off(value)):
             continue
@@ -115,8 +115,9 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
             raise _unknown(keys, name, names.keys, names)
     rest = [path for path in flat if path not in keys.paths]
     if rest and not any("." in path for path in flat) and (loose or not keys.paths):
-        known = {*(names.keys if bare else ()), *names.outside, last(names.section)}
-        raise _unknown(Keys(keys.framework, flat), rest[0], known, names)
+        known = {*(names.keys if names.bare else ()), *names.outside, last(names.section)}
+        keys.values = flat
+        raise _unknown(keys, rest[0], known, names)
 
 
 def _switched_off(value: Any) -> bool:
@@ -130,8 +131,9 @@ def _unknown(keys: Keys, name: str, known: Collection[str], names: Names) -> Tra
     return keys.error(name, f"unknown; {hint}")
 
 
-def _leave_out(keys: Keys, flat: Native, names: Names) -> None:
+def _leave_out(keys: Keys, names: Names) -> None:
     """Note what was not looked at, unless it looks like a setting of the correction."""
+    flat = keys.flat
     rest = [path for path in flat if path not in keys.paths]
     for path in rest:
         _refuse_unread(keys.framework, path, flat[path], names)
@@ -158,7 +160,7 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
             continue
         if hint := did_you_mean(part, telling, 0.85):
             raise TranslationError(f"{framework}: {path}: unknown; {hint}")
-        if may_correct(part) and not is_null(value):
+        if any(map(SUSPECT.fullmatch, WORD.findall(part))) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
             raise TranslationError(
                 f"{framework}: {path}: unknown, and by its words it may be about correction: the "

@@ -73,7 +73,8 @@ def tokens(text: str) -> Iterator[str]:
             start = place
             while place < len(text) and not WORD_ENDS.match(text, place):
                 place = span(text, place)
-            yield from [] if found else [text[start:place]]
+            if not found:
+                yield text[start:place]
 
 
 def span(text: str, start: int, within: str = "") -> int:
@@ -254,29 +255,26 @@ class Script:
         while words and words[0] in DECLARING:
             words.pop(0)
         while words and (found := ASSIGNMENT.fullmatch(words[0])):
-            self._assign(
-                found[1],
-                bool(found[2]),
-                found[3],
-                arrays.get(words.pop(0)),
-                live,
-            )
+            name, more, value = found.groups()
+            self._assign(name, more, value, arrays.get(words.pop(0)), live)
         if len(words) > 1 and words[0] in ("source", "."):
             script = self.folder / str(self.joined(words[1]))
-            self.unread |= not script.exists()
-            self.read(self.reading.read(script) if script.exists() else "", live)
+            if script.exists():
+                self.read(self.reading.read(script), live)
+            else:
+                self.unread = True
         elif words and live == 1:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
         return PERHAPS if words and asked else 1
 
     def _assign(
-        self, name: str, more: bool, value: str, array: list[str] | None, live: Holds
+        self, name: str, more: str, value: str, array: list[str] | None, live: Holds
     ) -> None:
         if name in self.given:
             return
         if live == PERHAPS:
-            text = name if array is None else f"{name}[@]"
-            found: list[Word] = [Unset(f"${{{text}}}", (name,))]
+            whole = "" if array is None else "[@]"
+            found: list[Word] = [Unset(f"${{{name}{whole}}}", (name,))]
         elif array is not None:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
@@ -302,10 +300,9 @@ class Script:
         if whole := WHOLE_ARRAY.fullmatch(raw):
             name = whole[1] or "@"
             self.names.add(name)
-            unset: list[Word] = (
-                [Unset(f"${{{name}[@]}}", (name,))] if whole[1] and self.unread else []
-            )
-            words = list(self.values.get(name, unset))
+            words = list(self.values.get(name, ()))
+            if whole[1] and self.unread and name not in self.values:
+                words = [Unset(f"${{{name}[@]}}", (name,))]
             self.reading.spend(len(str(words)), len(words))
             return words
         word = self.joined(raw, SPLIT)
@@ -335,13 +332,13 @@ class Script:
             elif piece.startswith("$(("):
                 text += self._sum(piece[3:-2], missing)
             elif piece.startswith(("$(", "`")):
-                own = OWN_FOLDER.search(piece[:LONGEST_PROGRAM])
-                missing += [] if own else [piece]
-                text += str(self.folder) if own else ""
+                if OWN_FOLDER.search(piece[:LONGEST_PROGRAM]):
+                    text += str(self.folder)
+                else:
+                    missing.append(piece)
             else:
-                value = self._variable(
-                    piece[1:].removeprefix("{").removesuffix("}"), missing, quoted
-                )
+                name = piece[1:].removeprefix("{").removesuffix("}")
+                value = self._variable(name, missing, quoted)
                 text += value if quoted else re.sub(r"\s+", SPLIT, value)
         return text
 
@@ -350,25 +347,24 @@ class Script:
         if not braced:
             missing.append(f"${{{text}}}")
             return ""
-        name = braced[1]
-        how = braced[2] or "?"
-        other = braced[3] or ""
+        name, how, other = braced.groups(default="")
         self.names.add(name)
-        words: Sequence[Word] | None = self.values.get(name)
-        if words is None and (name.isdigit() or name in "@*"):
-            words = []
-        value = " ".join(map(str, words or ()))
+        words = self.values.get(name, [])
+        value = " ".join(map(str, words))
         self.reading.spend(len(value))
         absent = not words or (not value and ":" in how)
-        if how[-1] == "?" or (how[-1] in "-=" and not absent):
-            unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
+        how = how.removeprefix(":")
+        if how in ("", "?") or (how != "+" and not absent):
+            unset = [one for word in words if isinstance(word, Unset) for one in word.names]
             self.reading.spend(values=len(unset))
-            missing += [name] if words is None else unset
+            if name not in self.values and not (name.isdigit() or name in "@*"):
+                unset = [name]
+            missing += unset
             return value
-        if how[-1] == "+" and absent:
+        if how == "+" and absent:
             return ""
         value = self._text(other, missing, quoted).replace(SPLIT, " ")
-        if how[-1] == "=" and not missing:
+        if how == "=" and not missing:
             self.values[name] = [value]
         return value
 
@@ -390,15 +386,12 @@ class Script:
                 return joins(self._test(parts[:place]), self._test(parts[place + 1 :]))
         if parts[:1] == ["!"]:
             return 1 - self._test(parts[1:])
-        words = [self.joined(part) for part in parts]
-        if any(isinstance(word, Unset) for word in words):
-            return PERHAPS
-        match [str(word) for word in words]:
-            case ["-z" | "-n" as sign, word]:
+        match [self.joined(part) for part in parts]:
+            case ["-z" | "-n" as sign, str(word)]:
                 return (word == "") == (sign == "-z")
-            case [one, "=" | "==" | "!=" as sign, other]:
+            case [str(one), "=" | "==" | "!=" as sign, str(other)]:
                 return (one == other) == (sign != "!=")
-            case [one, sign, other] if (
+            case [str(one), str(sign), str(other)] if (
                 sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other)
             ):
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
@@ -411,8 +404,7 @@ def command_line(script: Script, text: str, entry: str) -> list[Word]:
     for command in script.read(text).commands:
         for place, word in reversed([*enumerate(command)]):
             if isinstance(word, str) and re.search(entry, word[-LONGEST_PROGRAM:]):
-                started_by = word.rpartition("/")[2]
-                found.append([f"started_by={started_by}", *command[place + 1 :]])
+                found.append([f"started_by={Path(word).name}", *command[place + 1 :]])
                 break
     if len(found) != 1:
         which = f"{len(found) or 'no'} commands with a word like {entry}"

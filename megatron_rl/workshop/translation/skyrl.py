@@ -1,15 +1,14 @@
 """SkyRL's `trainer.algorithm.off_policy_correction` and sampler-ratio losses as `correction`."""
 
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    Keys,
-    Native,
-    Translation,
-    ratio_rule,
-    weigh,
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Reduce,
+    RejectRule,
+    WeightConfig,
 )
-from megatron_rl.workshop.translation.settings import settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, ratio_rule, weigh
 
 MASK = "sequence_mask_metric"
 MASKS = {
@@ -22,8 +21,7 @@ WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
-def skyrl(mapping: Native) -> Translation:
-    keys = settings("skyrl", mapping)
+def skyrl(keys: Keys) -> CorrectionConfig:
     keys.note_if(not keys.present and not keys.flag("use_tis", False), "nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
@@ -31,14 +29,12 @@ def skyrl(mapping: Native) -> Translation:
         "policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION
     )
     weighs = weight.level != Level.none
-    keys.refuse_if(
-        loss in WITHOUT_CORRECTION and (bool(rules) or weighs), "policy_loss_type", "ignores"
-    )
+    keys.refuse_if(loss in WITHOUT_CORRECTION and (rules or weighs), "policy_loss_type", "ignores")
     keys.refuse_if(
         loss in BY_COVARIANCE and (weighs or keys.given(MASK)), "policy_loss_type", "covariance"
     )
     if loss in BY_COVARIANCE:
-        keys.note_if(bool(rules), "token_rules", loss=loss)
+        keys.note_if(rules, "token_rules", loss=loss)
         rules = []
     if rules:
         keys.note_kl("SkyRL")
@@ -50,8 +46,8 @@ def skyrl(mapping: Native) -> Translation:
         keys.refuse_if(weighs, "tis_ratio_type", "holds", loss=loss)
         keys.note(f"the ratio of {loss} is to the sampler")
         keys.goes_with(name=loss)
-        keys.note_if(bool(rules), "judges")
-    return keys.translation(weight, rules, anchor=anchor)
+        keys.note_if(rules, "judges")
+    return keys.correction(weight, rules, anchor=anchor)
 
 
 def _weight(keys: Keys) -> WeightConfig:

@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    Keys,
-    Native,
-    Translation,
-    opsm,
-    ratio_rule,
-    weigh,
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
 )
-from megatron_rl.workshop.translation.settings import settings
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, opsm, ratio_rule, weigh
 
 FUNCTION = "custom_tis_function_path"
 PARTIAL = "partial_rollout"
@@ -34,8 +33,7 @@ LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
-def slime(mapping: Native) -> Translation:
-    keys = settings("slime", mapping)
+def slime(keys: Keys) -> CorrectionConfig:
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         _unbiased_kl(keys)
     by_sampler = keys.flag("use_rollout_logprobs", False)
@@ -56,7 +54,7 @@ def slime(mapping: Native) -> Translation:
         keys.note_kl("slime", "what use_opsm, not what use_rs, rejects")
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
-    return keys.translation(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
+    return keys.correction(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
 
 
 def _unbiased_kl(keys: Keys) -> None:
@@ -81,19 +79,17 @@ def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     mis = [name for name in MIS if keys.given(name)]
     is_mis = function.endswith("compute_mis_weights_with_cp")
     wanted = keys.flag("use_tis", False)
-    for name in mis[:1]:
-        keys.refuse_if(
-            function != "" and not is_mis, name, f"{FUNCTION} {function} does not read it"
-        )
+    if mis and function and not is_mis:
+        raise keys.error(mis[0], f"{FUNCTION} {function} does not read it")
     keys.refuse_if(is_mis and not mis and wanted, FUNCTION, "other_file")
-    keys.refuse_if(bool(mis) and not wanted and keys.flag("use_rs", False), "use_rs", "needs_tis")
+    keys.refuse_if(mis and not wanted and keys.flag("use_rs", False), "use_rs", "needs_tis")
     if mis and wanted:
         keys.note_if(not function, "helper")
         return _mis(keys)
     # the metrics call the function too, and an icepop that is called is an icepop that weighs
     if not wanted and not (function and not is_mis and keys.flag(METRICS, False)):
         return NO_WEIGHT, []
-    keys.refuse_if(function != "" and not function.endswith("icepop_function"), FUNCTION, "custom")
+    keys.refuse_if(function and not function.endswith("icepop_function"), FUNCTION, "custom")
     return weigh(
         keys.lower("tis_clip_low"), keys.positive("tis_clip", 2.0), mask=bool(function)
     ), []
@@ -127,7 +123,7 @@ def _rejection(keys: Keys, low: float, high: float) -> list[RejectRule]:
     low = keys.positive("rs_lower_bound") or low
     high = keys.positive("rs_upper_bound") or high
     veto = keys.positive("rs_veto_threshold")
-    return [
-        ratio_rule(low, high, REDUCE.get(level)),
-        *([] if veto is None else [ratio_rule(veto, None, Reduce.min)]),
-    ]
+    rules = [ratio_rule(low, high, REDUCE.get(level))]
+    if veto is not None:
+        rules.append(ratio_rule(veto, None, Reduce.min))
+    return rules

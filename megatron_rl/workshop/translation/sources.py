@@ -63,17 +63,18 @@ def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
     found: dict[str, Any] = {}
     flag = ""
     for word in words:
-        text = word if isinstance(word, str) else word.text
+        text = str(word)
         assigned = ASSIGNED.match(text)
-        name, value = assigned.groups() if assigned else (text.lstrip("-"), "")
-        if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
+        begins_flag = text.startswith("-") and not NUMBER.match(text)
+        if isinstance(word, Unset) and text.endswith("[@]}"):  # arguments that nobody knows
             found[text] = word
             flag = ""
-        elif text.startswith("-") and not NUMBER.match(text):
-            flag = "" if assigned else name
-            found[name] = _value(word, value, reading) if assigned else True
-        elif assigned and not flag:
-            found[name] = _value(word, value, reading)
+        elif assigned and (begins_flag or not flag):
+            found[assigned[1]] = _value(word, assigned[2], reading)
+            flag = ""
+        elif begins_flag:
+            flag = text.lstrip("-")
+            found[flag] = True
         elif flag:
             one = _value(word, text, reading)
             found[flag] = one if found[flag] is True else [*_listed(found[flag]), one]
@@ -101,7 +102,7 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
         return {}
     if not isinstance(mapping, dict):
         raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
-    named = _listed(mapping.get("defaults"))
+    named = _listed(mapping.pop("defaults", None) or [])
     bases = [one for one in named if isinstance(one, str) and one.endswith((".yaml", ".yml"))]
     whole: dict[str, Any] = {}
     for base in (path.parent / name for name in bases):
@@ -110,11 +111,9 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
                 f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too"
             )
         whole = overlaid(whole, _layered(base, reading.read(base), reading))
-    if bases:
-        mapping["defaults"] = [one for one in named if one not in (*bases, "_self_")]
-    return overlaid(
-        whole, {key: value for key, value in mapping.items() if key != "defaults" or value}
-    )
+    if rest := [one for one in named if one not in (*bases, "_self_")]:
+        mapping["defaults"] = rest
+    return overlaid(whole, mapping)
 
 
 def _python(text: str, rules: Table) -> dict[str, Any]:

@@ -53,20 +53,10 @@ class Row:
 
     def ours(self, value: Any) -> Mapping[str, Any]:
         """Our keys with their values for theirs; KeyError where there are none."""
-        if self.part is not None:
-            value = value[self.part :: 2] if isinstance(value, list) else value
-        if (
-            isinstance(value, str)
-            and value.lower() in ("true", "false")
-            and self.words
-            and value not in self.words
-        ):
-            value = value.lower() == "true"
+        if self.part is not None and isinstance(value, list):
+            value = value[self.part :: 2]
         if self.words is not None:
-            if value not in self.words and "else" in self.words:
-                value = self.words["else"]
-            else:
-                value = self.words[value]
+            value = self.words[value if value in self.words else "else"]
         elif not isinstance(value, list | dict):
             value = self.instead.get(value, value)
         if self.spread and isinstance(value, list):
@@ -93,7 +83,9 @@ class Names:
 
     keys: tuple[str, ...]
     section: str = ""  # that they are in, dotted; without one they are looked for everywhere
+    bare: bool = True  # whether they may stand alone, without their section
     beside: tuple[str, ...] = ()  # of settings outside of it that are read too, in full
+    apart: tuple[str, ...] = ()  # parts of keys that the project's module reads itself
     common: tuple[str, ...] = ()  # too short to look for typos of
     former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
     # no longer there -> what has taken its place
@@ -129,9 +121,6 @@ class Table:
     def by_name(self) -> dict[str, Row]:
         return {name: row for row in self.rows for name in row.names}
 
-    def row(self, path: str) -> Row | None:
-        return self.by_name.get(path)
-
     def reason(self, path: str) -> str | None:
         """Reason that a key is not needed here, or None."""
         for why, patterns in self.not_needed.items():
@@ -153,7 +142,7 @@ def table(project: str) -> Table:
     needless = {why: tuple(keys.split()) for why, keys in read.pop("not_needed", {}).items()}
     words = {
         name: tuple(read["correction"].get(name, "").split())
-        for name in ("keys", "beside", "common", "others")
+        for name in ("keys", "beside", "common", "others", "apart")
     }
     words["others"] += tuple(shared()["others"].split())
     names = Names(**{**read.pop("correction"), **words})
@@ -171,7 +160,6 @@ def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:
         fields = dict(said) if isinstance(said, Mapping) else {"to": said}
         for name in ("to", "fine", "former"):
             if name in fields:
-                fields[name] = (
-                    tuple(fields[name]) if isinstance(fields[name], list) else (fields[name],)
-                )
+                given = fields[name]
+                fields[name] = tuple(given if isinstance(given, list) else [given])
         yield Row(theirs, **fields)

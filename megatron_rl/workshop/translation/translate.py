@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,42 +18,61 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
-from megatron_rl.workshop.translation.areal import areal
-from megatron_rl.workshop.translation.fireworks import fireworks
+from megatron_rl.workshop.translation import (
+    areal,
+    fireworks,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 from megatron_rl.workshop.translation.keys import (
+    Keys,
     Native,
-    Translation,
     TranslationError,
     did_you_mean,
     printable,
 )
-from megatron_rl.workshop.translation.nemo_rl import nemo_rl
-from megatron_rl.workshop.translation.openrlhf import openrlhf
-from megatron_rl.workshop.translation.prime_rl import prime_rl
 from megatron_rl.workshop.translation.reading import Reading
-from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
-from megatron_rl.workshop.translation.skyrl import skyrl
-from megatron_rl.workshop.translation.slime import slime
+from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, settings
 from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
-from megatron_rl.workshop.translation.trl import trl
-from megatron_rl.workshop.translation.verl import verl
 
-FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
-    one.__name__: one
-    for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
+FRAMEWORKS: dict[str, Callable[[Keys], CorrectionConfig]] = {
+    "verl": verl.verl,
+    "skyrl": skyrl.skyrl,
+    "trl": trl.trl,
+    "nemo_rl": nemo_rl.nemo_rl,
+    "areal": areal.areal,
+    "slime": slime.slime,
+    "openrlhf": openrlhf.openrlhf,
+    "fireworks": fireworks.fireworks,
+    "prime_rl": prime_rl.prime_rl,
 }
+
+
+class Translation(NamedTuple):
+    """Our config, the conditions under which it does the same, and keys of the `loss` section that
+    it goes with.
+    """
+
+    config: CorrectionConfig
+    notes: list[str]
+    loss: dict[str, Any]
+    read: set[str]  # the keys that it is made of, as the file has them
 
 
 def translate(framework: str, mapping: Native) -> Translation:
     """Translate native keys (a section or a file; nested, dotted or flags) to our config."""
     name = known_project(framework)
-    config, notes, loss, read = FRAMEWORKS[name](mapping)
-    if loss:
-        notes.append(
-            "goes with "
-            + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items())
-        )
+    keys = settings(name, mapping)
+    config = FRAMEWORKS[name](keys)
+    if keys.loss:
+        loss = (f"loss.{key}: {as_written(value)}" for key, value in keys.loss.items())
+        keys.note(f"goes with {', '.join(loss)}")
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
@@ -62,8 +81,8 @@ def translate(framework: str, mapping: Native) -> Translation:
         raise TranslationError(
             f"{framework}: these settings make no valid correction: " + "; ".join(problems)
         )
-    conditions_first = sorted(notes, key=lambda note: note.startswith(LEFT_OUT))
-    return Translation(config, conditions_first, loss, read)
+    conditions_first = sorted(keys.notes, key=lambda note: note.startswith(LEFT_OUT))
+    return Translation(config, conditions_first, keys.loss, keys.paths)
 
 
 def known_project(framework: str) -> str:
@@ -115,10 +134,14 @@ def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
 
 
 def comment(text: str) -> str:
-    wrapper = textwrap.TextWrapper(
-        100, "# ", "#   ", break_long_words=False, break_on_hyphens=False
+    return textwrap.fill(
+        printable(text),
+        width=100,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return wrapper.fill(printable(text))
 
 
 def correction_section(config: CorrectionConfig) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """TRL's GRPOConfig (`vllm_importance_sampling_*`, off-policy sequence mask) as our `correction`."""
 
-from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
-from megatron_rl.workshop.translation.settings import flatten, last, settings
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, opsm, weigh
+from megatron_rl.workshop.translation.settings import last
 
 MODE = "vllm_importance_sampling_mode"
 MASK_KEY = "off_policy_mask_threshold"
@@ -27,9 +27,8 @@ SINCE_0_26 = {
 }
 
 
-def trl(mapping: Native) -> Translation:
-    keys = settings("trl", mapping)
-    undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
+def trl(keys: Keys) -> CorrectionConfig:
+    undated = SINCE_0_26.isdisjoint(map(last, keys.flat))
     early = undated and keys.given(OLD_HIGH)
     weighs_kl = (
         keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0
@@ -60,7 +59,7 @@ def trl(mapping: Native) -> Translation:
         keys.note_kl("TRL")
     keys.note_if(weight.level == Level.sequence, "row_ratio")
     keys.taken_as_true(weight.level != Level.none, "use_vllm", "without vLLM TRL corrects nothing")
-    return keys.translation(weight, rules, non_finite=NonFinite.one, anchor=anchor)
+    return keys.correction(weight, rules, non_finite=NonFinite.one, anchor=anchor)
 
 
 def _vespo(keys: Keys, weighs_kl: bool, by_vllm: bool) -> None:

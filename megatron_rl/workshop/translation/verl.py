@@ -3,9 +3,17 @@
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, weigh
-from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, weigh
+from megatron_rl.workshop.translation.settings import settings
 from megatron_rl.workshop.translation.table import table
 
 NORMALIZE = "rollout_is_batch_normalize"
@@ -42,17 +50,10 @@ RULES = {
 }
 
 
-def verl(mapping: Native) -> Translation:
-    flat = flatten(mapping)
-    in_loss = {
-        path: flat.pop(path)
-        for path in list(flat)
-        if ".policy_loss.rollout_correction." in f".{path}."
-    }
-    keys = settings("verl", flat)
-    if in_loss:
-        names = replace(table("verl").correction, section=IN_LOSS, beside=())
-        _read_in_loss(keys, settings("verl", in_loss, names, bare=False))
+def verl(keys: Keys) -> CorrectionConfig:
+    if keys.apart:
+        names = replace(table("verl").correction, section=IN_LOSS, beside=(), bare=False, apart=())
+        _read_in_loss(keys, settings("verl", keys.apart, names))
     keys.note_if(not keys.present, "nothing")
     bypass = _bypasses(keys)
     weight = _weight(keys)
@@ -71,8 +72,8 @@ def verl(mapping: Native) -> Translation:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
         keys.choice("loss_mode", None, *MODES, *ROW_MODES)
-    keys.refuse_if(weight.normalize and bool(rules), NORMALIZE, "normalized")
-    return keys.translation(weight, rules, _renormalize(keys, rules))
+    keys.refuse_if(weight.normalize and rules, NORMALIZE, "normalized")
+    return keys.correction(weight, rules, _renormalize(keys, rules))
 
 
 def _dro(keys: Keys, weight: WeightConfig) -> None:
@@ -102,7 +103,7 @@ def _bypasses(keys: Keys) -> bool:
 
 def _bypass(
     keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool
-) -> Translation:
+) -> CorrectionConfig:
     """Bypass mode: verl's new trainer takes the sampler's logprobs as old ones.
 
     Its loss then reads its own section.
@@ -121,7 +122,7 @@ def _bypass(
     elif weight.level != Level.none:
         weight = NO_WEIGHT
         keys.note("metrics")
-    return keys.translation(weight, rules, anchor=Anchor.sampler)
+    return keys.correction(weight, rules, anchor=Anchor.sampler)
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
@@ -163,13 +164,15 @@ def _weight(keys: Keys) -> WeightConfig:
     if keys.raw(name, "") is None:
         keys.note(f"verl computes no weight where {name} is null")
         return NO_WEIGHT
-    normalize = keys.flag(NORMALIZE, False)
-    if "_" not in (text := keys.text(name) or ""):
-        return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
-    _note_unquoted(keys, name, text)
-    low, high = (keys.as_number(name, part) for part in text.split("_", 1))
-    keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
-    return replace(weigh(low, high, level, mask=True), normalize=normalize)
+    text = keys.text(name) or ""
+    if "_" in text:
+        _note_unquoted(keys, name, text)
+        low, high = (keys.as_number(name, part) for part in text.split("_", 1))
+        keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
+        weight = weigh(low, high, level, mask=True)
+    else:
+        weight = weigh(None, keys.positive(name, 2.0), level)
+    return replace(weight, normalize=keys.flag(NORMALIZE, False))
 
 
 def _rules(keys: Keys) -> list[RejectRule]:
@@ -198,11 +201,9 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 def _words(keys: Keys, name: str) -> list[str]:
     """Words listed in YAML, or between commas."""
     value = keys.raw(name)
-    if isinstance(value, list | tuple):
-        listed = value
-    else:
-        listed = (keys.text(name) or "").split(",")
-    return [word for word in (str(each).strip() for each in listed) if word]
+    if not isinstance(value, list | tuple):
+        value = str(value or "").split(",")
+    return [word for word in (str(each).strip() for each in value) if word]
 
 
 def _rule(keys: Keys, name: str, bound: str) -> RejectRule:

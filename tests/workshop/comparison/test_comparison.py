@@ -132,16 +132,16 @@ def test_corrections_that_did_the_same_are_named():
     tis = cell("s", "tis", areas=(0.7, 0.6))
     icepop = cell("s", "icepop", areas=(0.7, 0.6))
     other = cell("s", "none", areas=(0.7, 0.5))
-    first, last = tis.results
+    first, last = tis.runs
     slower = replace(last, numbers=last.numbers | {"step_s": 9.0})
-    tis = replace(tis, results=(first, slower))
+    tis = replace(tis, runs=(first, slower))
     assert the_finding(other, tis, icepop).alike == ((tis, icepop),)
     assert the_finding(other, tis).alike == ()
 
 
 def test_corrections_that_did_the_same_are_told_where_they_would_differ():
     tis, icepop = (cell("s", name, areas=(0.7,)) for name in ("tis", "icepop"))
-    reached = replace(tis, results=(replace(tis.results[0], ratios=(0.7, 1.3)),))
+    reached = replace(tis, runs=(replace(tis.runs[0], ratios=(0.7, 1.3)),))
     told = str(the_finding(reached, icepop))
     assert "[0.7, 1.3]" in told
     assert "correction.weight.high=1.15" in told

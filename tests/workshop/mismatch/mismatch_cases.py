@@ -19,7 +19,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.types import Rollout, SamplingParams, Scored
-from megatron_rl.workshop.mismatch.mismatch import Comparison
+from megatron_rl.workshop.mismatch.mismatch import LOGPROB, Comparison
 
 SEED = 3
 FAULTS = ("layers_exchanged", "gate_and_up_exchanged", "norms_exchanged", "heads_exchanged")
@@ -64,7 +64,7 @@ class Case:
             compared.add(batch, self.values(rollout))
         logits = self.values(self.rollouts[0])["lm_head"]
         return {
-            "kl": compared.kl / compared.tokens,
+            "kl": compared.kl / compared.apart[LOGPROB].count,
             "own": {str(point): found.max for point, found in compared.own.items()},
             "apart": {str(point): found.max for point, found in compared.apart.items()},
             "rounded logits": bool((logits == logits.bfloat16()).all()),
