@@ -6,6 +6,7 @@ Columns that a step does not have are null. Shape suffixes: B rows, N response t
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -155,11 +156,12 @@ class Recorded:
     scored: list[Scored]
     batch: Batch
     prox_logprobs_N: torch.Tensor | None  # None where the step made none
+    weights_N: torch.Tensor | None  # NaN where the correction dropped the token
     version: int  # the learner's before the step
 
 
 def load_recorded(path: Path) -> Recorded:
-    from megatron_rl.batch import collate, joined
+    from megatron_rl.batch import collate
 
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}
@@ -171,10 +173,20 @@ def load_recorded(path: Path) -> Recorded:
     version = int(batch.token_versions_N.max())
     if step := STEP.fullmatch(path.name):
         version = int(step[1]) - 1
-    prox_N = None
-    if all(row is not None for row in lists["prox_logprobs"]):
-        prox_N = joined(lists["prox_logprobs"], "float32")
-    return Recorded(scored, batch, prox_N, version)
+    weights_N = _joined(lists["weights"], "float32")
+    kept_N = _joined(lists["kept"], "bool")
+    if weights_N is not None and kept_N is not None:
+        weights_N = weights_N.where(kept_N, math.nan)
+    return Recorded(scored, batch, _joined(lists["prox_logprobs"], "float32"), weights_N, version)
+
+
+def _joined(rows: Sequence[Any], kind: str) -> torch.Tensor | None:
+    """The rows one after another; None if one is missing."""
+    from megatron_rl.batch import joined
+
+    if any(row is None for row in rows):
+        return None
+    return joined(rows, kind)
 
 
 def arrays(table: pa.Table, name: str) -> list[Any]:
@@ -182,9 +194,8 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
     if name not in table.column_names:
         return [None] * len(table)
     return [
-        chunk[at].values.to_numpy(zero_copy_only=False) if chunk[at].is_valid else None
-        for chunk in table.column(name).chunks
-        for at in range(len(chunk))
+        row.values.to_numpy(zero_copy_only=False) if row.is_valid else None
+        for row in table.column(name)
     ]
 
 

@@ -4,7 +4,6 @@ cause of the end.
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import pages
 from megatron_rl.workshop.reports.charts import colour
 from megatron_rl.workshop.reports.pages import Named, Table
-from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, readable
+from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, reading
 from megatron_rl.workshop.reports.sample_section import answers
 from megatron_rl.workshop.reports.sections import sections, supervised
 
@@ -102,7 +101,9 @@ def headline_numbers(run: RunData) -> dict[str, str]:
 
 def setup(run: RunData) -> str:
     """Formats, layout, correction and loss in one line, as far as the configuration is readable."""
-    return readable(RunDir(run.path).config, lambda _: _setup(run), "", run.unreadable)
+    with reading(RunDir(run.path).config, run.unreadable):
+        return _setup(run)
+    return ""
 
 
 def _setup(run: RunData) -> str:
@@ -172,17 +173,17 @@ def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
 def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
-        nothing: list[tuple[News, str]] = []
-        for news, steps in readable(
-            RunDir(run.path).config, partial(raised_alarms, run), nothing, run.unreadable
-        ):
+        raised: list[tuple[News, str]] = []
+        with reading(RunDir(run.path).config, run.unreadable):
+            raised = raised_alarms(run)
+        for news, steps in raised:
             rule = RULES[news.alarm]
             bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
             rows.append([name, news.alarm, steps, f"{news.value:.3g}", bound, rule.action])
     return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def raised_alarms(run: RunData, _: Path | None = None) -> list[tuple[News, str]]:
+def raised_alarms(run: RunData) -> list[tuple[News, str]]:
     """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
     found: list[tuple[News, str]] = []

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 from megatron_rl.runs.console import finding
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps, session_of
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.reports.run_data import RunData, readable
+from megatron_rl.workshop.reports.run_data import RunData, reading
 
 PROMPT = 1500  # characters
 # tokens of a long answer
@@ -30,9 +29,10 @@ class Span(NamedTuple):
 
 def answers(run: RunData) -> list[Answer]:
     steps = recorded_steps(RunDir(run.path).rollouts)
-    found = list[Answer]()
+    found: list[Answer] = []
     for step, path in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        found += readable(path, partial(_of_step, step), list[Answer](), run.unreadable)
+        with reading(path, run.unreadable):
+            found += _of_step(step, path)
     return found
 
 
