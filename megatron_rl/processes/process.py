@@ -222,16 +222,18 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
         adopt_orphans(False)
 
 
-STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
-
-
 def stopped_below(pid: int) -> list[int]:
     """This process and those below it, as far as SIGSTOP or a debugger holds them."""
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
         below = [one.pid for one in (top, *top.children(recursive=True))]
-        return [one for one in below if state_of(one) in STOPPED]
+        return [one for one in below if is_stopped(one)]
     return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process, or a debugger."""
+    return state_of(pid) in ("T", "t")
 
 
 def state_of(pid: int) -> str:

@@ -131,9 +131,7 @@ def segments_of_session(session: int) -> set[str]:
     for folder in PROCESSES.glob("[0-9]*"):
         # a process may end at any moment, and those of other users cannot be looked at
         with suppress(OSError):
-            # after the command's name, which may hold anything: state, parent, group, session
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if os.getsid(int(folder.name)) == session:
                 found |= set(SEGMENT.findall((folder / "maps").read_text()))
     return found
 

@@ -31,8 +31,8 @@ from megatron_rl.types import Scored, Verdict
 if TYPE_CHECKING:
     import torch
 
-# name, short label, how to print it
-SHOWN: tuple[tuple[str, str, str], ...] = (
+Row = tuple[str, str, str]  # name, short label, how to print it
+SHOWN: tuple[Row, ...] = (
     ("reward/sampler_mean", "reward", ".3f"),
     ("reward/mean", "trained reward", ".3f"),
     ("loss/total", "loss", ".4f"),
@@ -117,9 +117,9 @@ class Silence:
         print(f"now      {phase_now()}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
 
 
-def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
+def shown(names: Iterable[str], others: Iterable[Row] = SHOWN) -> list[Row]:
     """Rows of a display: each evaluated set, and the rest."""
-    return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
+    return [*((name, label, ".3f") for name, label in accuracies(names).items()), *others]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

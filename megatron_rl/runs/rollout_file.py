@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.files import replacing
-from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn, Verdict
+from megatron_rl.types import Prompt, Rollout, Scored, Session, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -141,8 +142,7 @@ def _table(
 def session_of(text: str | None) -> Session | None:
     if not text:
         return None
-    about = json.loads(text)
-    return Session(**{**about, "turns": tuple(SessionTurn(**turn) for turn in about["turns"])})
+    return msgspec.convert(json.loads(text), Session)
 
 
 def read_rollouts(path: Path) -> pa.Table:

@@ -12,6 +12,7 @@ from megatron_rl.files import last_lines, write_whole
 from megatron_rl.runs.alarms import RULES, Alarms, News
 from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
+from megatron_rl.runs.metrics_file import MISMATCH, SAMPLE_SIZE
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import pages
 from megatron_rl.workshop.reports.charts import colour
@@ -28,6 +29,12 @@ LAYOUT = {
     "EP": "expert_parallel",
     "CP": "context_parallel",
 }
+# medians in the headline of a run whose responses were sampled: label, metric, format
+OF_SAMPLER = (
+    ("Rollout tokens/s", "perf/rollout_tokens_per_s", ",.0f"),
+    ("Mismatch KL (k3)", MISMATCH, ".2e"),
+    ("Effective sample size", SAMPLE_SIZE, ".1%"),
+)
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
@@ -51,7 +58,7 @@ def about(runs: Sequence[RunData]) -> dict[str, Any]:
         "names": names,
         "state": str(first.status.get("state", "unknown")),
         "reason": str(first.status.get("reason") or ""),
-        "setup": setup(first) if len(runs) == 1 else "",
+        "setup": setup(first),
         "causes": [cause for run in runs if (cause := _cause(run))],
         "numbers": headline_numbers(first),
         "summary": _summary(runs, names),
@@ -78,22 +85,16 @@ def headline_numbers(run: RunData) -> dict[str, str]:
     accuracy = run.series("eval/accuracy").finite
     step_time = run.total("time/step", 1)
     sync_time = run.total("time/sync", 1)
-    throughput = run.median("perf/rollout_tokens_per_s")
-    kl = run.median("rollout_corr/k3_kl")
-    ess = run.median("rollout_corr/rollout_is_eff_sample_size")
     planned = run.status.get("steps") or run.setting("run.steps", "?")
     numbers = {}
     if len(accuracy) > 1:
         numbers["Held-out accuracy"] = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"
     numbers["Steps"] = f"{run.steps} of {planned}"
     numbers["Wall time"] = duration(run.total("time/step"))
-    if not supervised(run):
-        if throughput is not None:
-            numbers["Rollout tokens/s"] = f"{throughput:,.0f}"
-        if kl is not None:
-            numbers["Mismatch KL (k3)"] = f"{kl:.2e}"
-        if ess is not None:
-            numbers["Effective sample size"] = f"{ess:.1%}"
+    for label, metric, form in OF_SAMPLER:
+        value = run.median(metric)
+        if value is not None and not supervised(run):
+            numbers[label] = f"{value:{form}}"
     if step_time and sync_time:
         numbers["Weight sync"] = f"{sync_time / step_time:.1%} of a step"
     return numbers
@@ -133,13 +134,12 @@ def _formats(run: RunData) -> list[Any]:
 def _cause(run: RunData) -> dict[str, str] | None:
     """Cause of a failure, with the end of its log."""
     cause = Cause.read(run.status.get("cause"))
-    state = run.status.get("state")
     if cause is None:
         return None
     lines: list[str] = []
-    for log in run.logs():
-        if state == "failed" and cause.log.endswith(f"{log.parent.name}/{log.name}"):
-            lines = last_lines(log, LOG_LINES)
+    if run.status.get("state") == "failed":
+        log = Path(cause.log)  # where the run was; its folder may have been moved since
+        lines = last_lines(run.path / "logs" / log.parent.name / log.name, LOG_LINES)
     return {
         "title": f"{run.name}: {cause.name}",
         "paragraph": cause.paragraph(),

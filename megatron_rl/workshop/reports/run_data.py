@@ -111,10 +111,6 @@ class RunData(Curves):
             return read_lanes(path)
         return []
 
-    def logs(self) -> list[Path]:
-        """Logs of every attempt."""
-        return sorted((self.path / "logs").glob("attempt_*/*.log"))
-
     @cached_property
     def _recorded(self) -> tuple[list[Tokens], list[Slice]]:
         """Tokens and breakdowns of some of the recorded steps, evenly spread."""
