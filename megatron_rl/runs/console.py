@@ -228,14 +228,12 @@ class LiveDisplay:
         self._n_steps = n_steps
         self._logs = logs
         self._history: dict[str, list[float]] = {}
-        self._beside: dict[str, str] = {}  # what is said of the last one
+        self._last: Mapping[str, float] = {}  # metrics of the last step
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
         self._doing = START
         self._since = time.monotonic()
-        self._said = ""
-        self._said_at = -1
         self._spinner = Spinner("dots")
         self._live = Live(
             get_renderable=self._draw, console=console, refresh_per_second=5, transient=False
@@ -250,7 +248,7 @@ class LiveDisplay:
         for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])
-                self._beside[name] = staleness(name, metrics)
+        self._last = metrics
         self._step = step
         self._eta_s = eta_s
         self._eta_at = time.monotonic()
@@ -277,7 +275,7 @@ class LiveDisplay:
         for name, label, form in shown(self._history):
             if name in self._history:
                 values = self._history[name]
-                last = number(values[-1], form) + self._beside.get(name, "")
+                last = number(values[-1], form) + staleness(name, self._last)
                 table.add_row(label, last, sparkline(values[-TREND:]))
         self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
@@ -285,12 +283,10 @@ class LiveDisplay:
     def _at(self) -> str:
         """The present phase, and for how long."""
         seconds = int(time.monotonic() - self._since)
-        if seconds != self._said_at:
-            self._said = said_by_engines(self._logs) if self._step is None else ""
-            self._said_at = seconds
         if seconds < QUIET_S:
             return self._doing
-        return f"{self._doing}, {duration(seconds)}{self._said}"
+        said = said_by_engines(self._logs) if self._step is None else ""
+        return f"{self._doing}, {duration(seconds)}{said}"
 
 
 Display = PlainDisplay | LiveDisplay

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.files import open_regular
 from megatron_rl.runs.metrics import ACCURACY, row
 
@@ -20,12 +22,10 @@ ABS_DIFFERENCE = "rollout_corr/logp_abs_diff_mean"
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: (
-        math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
-    ),
-    "sum": sum,
-    "min": lambda values: math.nan if any(map(math.isnan, values)) else min(values),
-    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
+    "mean": np.mean,
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
     "last": lambda values: values[-1],
 }
 
@@ -37,7 +37,15 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
     reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
-    return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
+    return as_numbers({name: REDUCERS[reducers[name]](v) for name, v in values.items()})
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers as JSON has them, also of one-element tensors and NumPy scalars."""
+    return {
+        name: int(value) if isinstance(value, int | np.integer) else float(value)
+        for name, value in metrics.items()
+    }
 
 
 def encode_line(metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ from megatron_rl.runs.causes import Cause, of_error
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
-from megatron_rl.runs.metrics_file import encode_line, numbers_of_file, read_metrics
+from megatron_rl.runs.metrics_file import as_numbers, encode_line, numbers_of_file, read_metrics
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.status import beat, mark_status
 from megatron_rl.runs.timeline import PhaseClock, Span, encode_spans, throughput
@@ -107,7 +107,7 @@ class Recorder:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log a line of metrics: the caller's, the time since the last line by phase, progress."""
-        line = {name: _number(value) for name, value in metrics.items()}
+        line = as_numbers(metrics)
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line = throughput(line) | self._rates(line) | line
@@ -254,13 +254,6 @@ class Recorder:
         """The part of status.json that every state has."""
         known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
         return known | self._disk.news
-
-
-def _number(value: Any) -> float:
-    """A number as JSON has it, also of one-element tensors and NumPy scalars."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return float(value)
 
 
 def describe_contents(run: RunDir) -> str:

@@ -194,30 +194,23 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
         run.path / "logs" / f"attempt_{run.attempt + 1}",
     ):
         folder.mkdir(parents=True, exist_ok=True)
-    config = read_yaml(resolved_yaml)
-    hidden = redact(config)
-    if hidden != config:
-        resolved_yaml = write_yaml(hidden)
-    write_whole(run.config, resolved_yaml)
+    write_whole(run.config, write_yaml(redact(read_yaml(resolved_yaml))))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    step = None if found is None else found.step
-    before = read_status(run.path)
-    about: dict[str, Any] = {
-        "pid": os.getpid(),
-        "host": platform.node(),
-        "attempt": run.attempt,
-    }
-    if before:
+    about: dict[str, Any] = {}
+    if before := read_status(run.path):
         about["before"] = {
             "state": before.get("state"),
             "reason": str(before.get("reason"))[:LONGEST_BEFORE],
         }
-    about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
     mark_status(
         run.path,
         "starting",
+        pid=os.getpid(),
+        host=platform.node(),
+        attempt=run.attempt,
         **about,
-        resumes_after=step,
+        restarts=os.environ.get("SLURM_RESTART_COUNT"),
+        resumes_after=found and found.step,
         stopping=None,
         stuck=None,
     )

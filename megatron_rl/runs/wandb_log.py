@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
@@ -84,28 +84,8 @@ class WandbRun:
         self._id = run_id(folder)
         self.trouble = ""
         self.online = mode is Wandb.online
-        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
-            try:
-                self.run = self._begin(
-                    config, folder, about, "online" if self.online else "offline"
-                )
-            except wandb.Error as error:
-                if not self.online:
-                    raise
-                wandb.teardown()  # what has not answered keeps the run's name to itself
-                self.online, self.run = False, self._begin(config, folder, about, "offline")
-                why = next(iter(str(error).splitlines()), type(error).__name__)
-                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
-
-    def _begin(
-        self,
-        config: Mapping[str, Any],
-        folder: Path,
-        about: Mapping[str, Any],
-        mode: Literal["online", "offline"],
-    ) -> Any:
-        return self.wandb.init(
-            mode=mode,
+        begin: Callable[..., Any] = partial(
+            wandb.init,
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=folder.name,
             id=self._id,
@@ -113,7 +93,7 @@ class WandbRun:
             allow_val_change=True,
             dir=str(folder),
             config=redact(config),
-            settings=self.wandb.Settings(
+            settings=wandb.Settings(
                 disable_git=True,
                 save_code=False,
                 console="off",
@@ -124,6 +104,17 @@ class WandbRun:
             ),
             **about,
         )
+        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
+            try:
+                self.run = begin(mode="online" if self.online else "offline")
+            except wandb.Error as error:
+                if not self.online:
+                    raise
+                wandb.teardown()  # what has not answered keeps the run's name to itself
+                self.online = False
+                self.run = begin(mode="offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
     @property
     def where(self) -> str:

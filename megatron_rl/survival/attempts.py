@@ -37,7 +37,7 @@ def keep_going(
     start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]
 ) -> int:
     """Starts the run, and again while it fails, at most so many times; the last exit status."""
-    path = Path(config.run.root) / str(config.run.name)
+    path = config.run.folder
     if config.run.if_exists is IfExists.resume:
         furthest = how_far(path)
     else:
@@ -129,7 +129,7 @@ def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
 def main(arguments: Sequence[str]) -> int:
     states, recipe, *overrides = arguments
     config = load(Path(recipe), overrides)
-    again, why = worth_it(Path(config.run.root) / str(config.run.name), states.split(","))
+    again, why = worth_it(config.run.folder, states.split(","))
     print(why)
     return 0 if again else 1
 

@@ -51,9 +51,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     kills = memory_kills()
     with Scratch() as scratch, process.ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
-        run, moved = open_run(
-            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config)
-        )
+        run, moved = open_run(config.run.folder, config.run.if_exists, to_yaml(config))
         if moved:
             print(moved, flush=True)
         watch = Watch(run.path, config.run.hang_timeout_s)
