@@ -149,9 +149,7 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def step_line(
-    step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None, sooner: bool = False
-) -> str:
+def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name == "time/step" and name in metrics:
@@ -159,7 +157,7 @@ def step_line(
         elif name in metrics and name not in LIVE_ONLY:
             parts.append(f"{label} {number(metrics[name], form)}{staleness(name, metrics)}")
     if eta_s is not None:
-        parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
+        parts.append(f"left {duration(eta_s)}")
     return "  ".join(parts)
 
 
@@ -193,8 +191,6 @@ def sparkline(values: list[float]) -> str:
 
 
 class PlainDisplay:
-    sooner = False  # whether run.stop may end the run before its last step
-
     def __init__(self, n_steps: int, stream: TextIO) -> None:
         self._n_steps = n_steps
         self._stream = stream
@@ -203,11 +199,7 @@ class PlainDisplay:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        print(
-            step_line(step, self._n_steps, metrics, eta_s, self.sooner),
-            file=self._stream,
-            flush=True,
-        )
+        self.note(step_line(step, self._n_steps, metrics, eta_s))
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -218,8 +210,6 @@ class PlainDisplay:
 
 class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
-
-    sooner = False
 
     def __init__(
         self, title: str, n_steps: int, console: Console, logs: Path | None = None
@@ -267,7 +257,7 @@ class LiveDisplay:
             head.append(f"   step {self._step}/{self._n_steps}", style="not bold")
         if self._eta_s is not None:
             left = max(0.0, self._eta_s - (time.monotonic() - self._eta_at))
-            head.append(f"   {'at most ' * self.sooner}{duration(left)} left", style="not bold dim")
+            head.append(f"   {duration(left)} left", style="not bold dim")
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         table.add_column(style="dim")
         table.add_column(justify="right")

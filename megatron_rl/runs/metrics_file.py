@@ -2,7 +2,6 @@
 up in numbers.
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -156,11 +155,11 @@ class Number:
 
 def area(curve: Series) -> float | None:
     """Under the curve, over its steps: the mean height. None of fewer than two points."""
-    points = [(x, y) for x, y in zip(curve.steps, curve.values, strict=True) if math.isfinite(y)]
-    if len(points) < 2:
+    finite = np.isfinite(curve.values)
+    steps = np.array(curve.steps)[finite]
+    if len(steps) < 2:
         return None
-    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points)]
-    return math.fsum(pieces) / (points[-1][0] - points[0][0])
+    return float(np.trapezoid(np.array(curve.values)[finite], steps) / np.ptp(steps))
 
 
 NUMBERS: dict[str, Number] = {

@@ -55,7 +55,6 @@ class Recorder:
         if_exists: IfExists = IfExists.refuse,
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
-        sooner: bool = False,
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
@@ -82,7 +81,6 @@ class Recorder:
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
-        self._display.sooner = sooner
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
@@ -124,7 +122,7 @@ class Recorder:
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
-        self._write_text(step_line(step, self._n_steps, line, eta_s, self._display.sooner))
+        self._write_text(step_line(step, self._n_steps, line, eta_s))
         if news := self.alarms.after(line):
             self._beat_at = -math.inf  # status.json says so at once
             for one in news:

@@ -85,32 +85,23 @@ class Columns(TypedDict, total=False):
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-    truths = columns.get("truths", [None] * len(scored))
+    lengths = np.array([len(one.rollout.token_ids) for one in scored], np.int64)
+    computed = _computed(lengths, columns)
     with (
         replacing(path) as partial,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=WORDS) as file,
     ):
-        first = 0  # token of the piece
         for start in range(0, len(scored), PIECE):
             rows = slice(start, start + PIECE)
-            tokens = sum(len(one.rollout.token_ids) for one in scored[rows])
-            of_tokens = slice(first, first + tokens)
-            file.write_table(_table(scored[rows], truths[rows], columns, rows, of_tokens))
-            first += tokens
+            table = _sampled(scored[rows], lengths[rows])
+            table |= {name: column[rows] for name, column in computed.items()}
+            file.write_table(pa.table(table, schema=SCHEMA))
 
 
-def _table(
-    scored: Sequence[Scored],
-    truths: Sequence[Any],
-    columns: Columns,
-    rows: slice,
-    tokens: slice,
-) -> pa.Table:
+def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
+    """Columns of what was sampled and scored."""
     rollouts = [one.rollout for one in scored]
-    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
-    advantages_B = columns.get("advantages_B")
-    pieces = columns.get("pieces", {})
-    table = {
+    return {
         **{
             name: [getattr(rollout, name) for rollout in rollouts]
             for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)
@@ -121,22 +112,30 @@ def _table(
             for name in ("reward", "error", "verdict", "text")
         },
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
-        "pieces": [pieces.get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
-        "truth": [
-            truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
-            for truth in truths
-        ],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        "prox_logprobs": _responses(columns.get("prox_logprobs_N"), tokens, lengths),
-        "weights": _responses(columns.get("weights_N"), tokens, lengths),
-        "kept": _responses(columns.get("mask_N"), tokens, lengths),
-        "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
-    return pa.table(table, schema=SCHEMA)
+
+
+def _computed(lengths: np.ndarray, columns: Columns) -> dict[str, Any]:
+    """Columns of what the step computed, of all rows."""
+    nothing = [None] * len(lengths)
+    advantages_B = columns.get("advantages_B")
+    pieces = columns.get("pieces", {})
+    return {
+        "pieces": [pieces.get(place) for place in range(len(lengths))],
+        "truth": [
+            truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
+            for truth in columns.get("truths", nothing)
+        ],
+        "prox_logprobs": _responses(columns.get("prox_logprobs_N"), lengths),
+        "weights": _responses(columns.get("weights_N"), lengths),
+        "kept": _responses(columns.get("mask_N"), lengths),
+        "advantage": nothing if advantages_B is None else advantages_B.tolist(),
+    }
 
 
 def session_of(text: str | None) -> Session | None:
@@ -224,11 +223,11 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in names if name)
 
 
-def _responses(values_N: torch.Tensor | None, tokens: slice, lengths: np.ndarray) -> pa.Array:
+def _responses(values_N: torch.Tensor | None, lengths: np.ndarray) -> pa.Array:
     if values_N is None:
         return pa.nulls(len(lengths))
-    part = values_N[tokens].numpy(force=True)
-    return _lists([part], lengths, part.dtype)
+    values = values_N.numpy(force=True)
+    return _lists([values], lengths, values.dtype)
 
 
 def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:

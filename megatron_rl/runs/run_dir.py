@@ -174,7 +174,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             archived = archive_name(path)
             why = ""
             if if_exists is IfExists.refuse:
-                why = f": it ended before its first step ({_describe(path, False)})"
+                before = _describe(path, known_status(path, locked=False))
+                why = f": it ended before its first step ({before})"
             elif if_exists is IfExists.resume and torn:
                 why = f": none of its {len(torn)} checkpoints is complete; the run begins again"
             elif if_exists is IfExists.resume:
@@ -236,14 +237,13 @@ def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> 
     """Raises where a used directory is not free. `locked`: as in `known_status`, whether another
     one has its lock.
     """
+    status = known_status(path, locked)
     if goes_on(path, locked):
-        raise _refused(
-            path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})"
-        )
-    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
+        raise _refused(path, f"belongs to a run that goes on ({_owner(path, status)})")
+    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, status):
         raise _refused(
             path,
-            f"is used ({_describe(path, locked)})",
+            f"is used ({_describe(path, status)})",
             f", or move the old one to {archive_name(path)}: run.if_exists=archive",
         )
 
@@ -280,17 +280,16 @@ def _used(path: Path) -> bool:
     return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
 
 
-def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
+def _ended_before_its_first_step(path: Path, status: Mapping[str, Any]) -> bool:
     """True if a run has nothing but logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(
         line["progress/step"] >= 1 for line in read_metrics(run.metrics)
     )
-    return known_status(path, locked).get("state") in ("failed", "stopped") and not begun
+    return status.get("state") in ("failed", "stopped") and not begun
 
 
-def _describe(path: Path, locked: bool | None) -> str:
-    status = known_status(path, locked)
+def _describe(path: Path, status: Mapping[str, Any]) -> str:
     run = RunDir(path)
     state = status.get("state", "no status")
     if status.get("reason"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import read_json
-from megatron_rl.processes.heartbeat import ACTIVITY, FOLDER
+from megatron_rl.processes.heartbeat import ACTIVITY
 from megatron_rl.processes.process import SHOW_STACKS, birth_of, is_stopped, state_of
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
@@ -118,7 +118,7 @@ class Watch:
         return [one for one in self.issues if one.blocks]
 
     def _read(self) -> None:
-        for path in (self._run_dir / "logs" / FOLDER).glob("rank_*.json"):
+        for path in RunDir(self._run_dir).heartbeats.glob("rank_*.json"):
             with suppress(ValueError, KeyError):
                 beat = read_json(path)
                 before = self._beats.get(beat["rank"], {})
