@@ -74,7 +74,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 class WandbRun:
     """A run at W&B: online if its server answers in time, else written for a later `wandb sync`."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: Any) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")

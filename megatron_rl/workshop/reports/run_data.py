@@ -20,7 +20,7 @@ from megatron_rl.files import read_json, read_whole
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
-from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
+from megatron_rl.runs.rollout_file import STEP, Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
@@ -148,6 +148,9 @@ def load_run(path: Path) -> RunData:
         lines, torn = read_lines(run.metrics)
     if torn:
         problems.append(f"{run.metrics.name}: {torn} lines are incomplete or without a step")
+    for file in sorted(run.rollouts.glob("*.parquet")):
+        if not STEP.fullmatch(file.name):
+            problems.append(f"rollouts/{file.name}: not named after a step")
     return RunData(
         tuple(lines), path.resolve().name, path, config, env, known_status(path), problems
     )
