@@ -96,18 +96,12 @@ class Activity:
             self._owned.append((name, process))
 
     @property
-    def place(self) -> str:
-        if self._phases:
-            return self._phases[-1]
-        return self._outside
-
-    @property
     def owned(self) -> list[tuple[str, int]]:
         return [(name, one.pid) for name, one in self._owned if one.returncode is None]
 
     def as_fields(self) -> dict[str, Any]:
         return {
-            "phase": self.place,
+            "phase": self._phases[-1] if self._phases else self._outside,
             "entered": self.entered,
             "progress": self.progress,
             "waits": self._waits[not self._delegated],

@@ -193,11 +193,16 @@ def end_own_group() -> None:
 
 def end_with_descendants(pid: int) -> None:
     """Kills a child and every process below it, those included that left its session."""
+    for each in _with_descendants(pid):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    return []
 
 
 @contextmanager
@@ -224,11 +229,7 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
 
 def stopped_below(pid: int) -> list[int]:
     """This process and those below it, as far as SIGSTOP or a debugger holds them."""
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        below = [one.pid for one in (top, *top.children(recursive=True))]
-        return [one for one in below if is_stopped(one)]
-    return []
+    return [one.pid for one in _with_descendants(pid) if is_stopped(one.pid)]
 
 
 def is_stopped(pid: int) -> bool:

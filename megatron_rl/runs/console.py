@@ -74,13 +74,10 @@ def is_live(stream: TextIO) -> bool:
 
 def said_by_engines(logs: Path | None) -> str:
     """The last message of the engine that wrote last."""
-    found: list[str] = []
     with suppress(OSError):  # a log that was removed
         files = sorted(logs.glob("sampler*.log") if logs else (), key=os.path.getmtime)
-        for newest in files[-1:]:
-            found = SAID.findall("\n".join(last_lines(newest, SAID_LINES)))
-    if found:
-        return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}"
+        if files and (said := SAID.findall("\n".join(last_lines(files[-1], SAID_LINES)))):
+            return f"; vLLM: {printable(said[-1])[:SAID_WIDTH]}"
     return ""
 
 

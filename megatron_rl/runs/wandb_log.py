@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
@@ -22,7 +23,7 @@ from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.types import Scored
 
-HOST = "api.wandb.ai"
+SERVER = "https://api.wandb.ai"
 PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
@@ -36,12 +37,7 @@ def has_key() -> bool:
         found = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    return (
-        found.authenticators(
-            _base_url().removeprefix("https://").removeprefix("http://").rstrip("/")
-        )
-        is not None
-    )
+    return found.authenticators(urlsplit(_base_url()).netloc) is not None
 
 
 def _base_url() -> str:
@@ -53,7 +49,7 @@ def _base_url() -> str:
             / "settings"
         )
     return os.environ.get("WANDB_BASE_URL") or str(
-        settings.get("default", "base_url", fallback=HOST)
+        settings.get("default", "base_url", fallback=SERVER)
     )
 
 

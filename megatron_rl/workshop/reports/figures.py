@@ -159,11 +159,11 @@ def lanes(runs: Sequence[RunData]) -> go.Figure | None:
     if not any(one.lane == "sampler" for one in spans):
         return None
     figure = go.Figure()
-    for lane in dict.fromkeys(lane for lanes in ROWS.values() for lane in lanes):
+    for row, lane in ((row, lane) for row, lanes in ROWS.items() for lane in lanes):
         if mine := [one for one in spans if one.lane == lane]:
             figure.add_bar(
                 x=[one.end - one.begin for one in mine],
-                y=[one.row for one in mine],
+                y=[row] * len(mine),
                 base=[one.begin for one in mine],
                 customdata=[one.step for one in mine],
                 hovertemplate="step %{customdata}: %{x:.3f} s",

@@ -53,7 +53,6 @@ class Tokens:
 class Lane(NamedTuple):
     """A span of a chart: seconds since the chart's beginning."""
 
-    row: str
     lane: str
     step: int
     begin: float
@@ -262,16 +261,9 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
         return []
     start = min(begin for _, begin, _ in window)
     stop = max(end for _, _, end in window)
-    row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
     return [
-        Lane(
-            row_of[lane],
-            lane,
-            step,
-            max(begin, start) - start,
-            min(end, stop) - start,
-        )
+        Lane(lane, step, max(begin, start) - start, min(end, stop) - start)
         for step, spans in sorted(lines.items())
         for lane, begin, end in spans
-        if lane in row_of and end > start and begin < stop
+        if end > start and begin < stop
     ]
