@@ -17,8 +17,6 @@ from megatron_rl.runs.metrics import ACCURACY, row
 
 MISMATCH = "rollout_corr/k3_kl"
 SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
-ABS_DIFFERENCE = "rollout_corr/logp_abs_diff_mean"
-REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": np.mean,
@@ -150,7 +148,7 @@ class Number:
     form: str
     about: str
     metric: str
-    of: Callable[[Curves, str], float | None]
+    of: Callable[[Curves, str], float | None] = Curves.median
 
 
 def area(curve: Series) -> float | None:
@@ -178,26 +176,27 @@ NUMBERS: dict[str, Number] = {
         ".1e",
         "k3 KL of sampler and learner, nats a token, median step",
         MISMATCH,
-        Curves.median,
     ),
     "abs_difference": Number(
         "mean abs d",
         ".4f",
         "learner's logprob less the sampler's, nats, median step",
-        ABS_DIFFERENCE,
-        Curves.median,
+        "rollout_corr/logp_abs_diff_mean",
     ),
     "sample_size": Number(
         "ESS",
         ".1%",
         "effective sample size of the applied weights, median step",
         SAMPLE_SIZE,
-        Curves.median,
     ),
     "rejected": Number(
-        "rejected", ".1%", "tokens that rules took out, mean", REJECTED, Curves.mean
+        "rejected",
+        ".1%",
+        "tokens that rules took out, mean",
+        "rollout_corr/rollout_rs_masked_fraction",
+        Curves.mean,
     ),
-    "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step", Curves.median),
+    "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step"),
 }
 
 

@@ -24,7 +24,7 @@ from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import environment, goes_on, known_status, mark_status, read_status
+from megatron_rl.runs.status import ENDED, environment, known_status, mark_status, read_status
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
@@ -237,8 +237,10 @@ def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> 
     """Raises where a used directory is not free. `locked`: as in `known_status`, whether another
     one has its lock.
     """
+    if locked is None:
+        locked = held(path)
     status = known_status(path, locked)
-    if goes_on(path, locked):
+    if locked or ("pid" in status and status.get("state") not in ENDED):
         raise _refused(path, f"belongs to a run that goes on ({_owner(path, status)})")
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, status):
         raise _refused(

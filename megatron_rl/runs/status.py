@@ -160,13 +160,6 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
 
 
-def goes_on(path: Path, locked: bool | None = None) -> bool:
-    """True if the run is still in progress, as far as can be seen from this machine."""
-    locked = held(path) if locked is None else locked
-    status = known_status(path, locked)
-    return locked is True or ("pid" in status and status.get("state") not in ENDED)
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
