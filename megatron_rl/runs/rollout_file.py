@@ -190,8 +190,6 @@ def _joined(rows: Sequence[Any], kind: str) -> torch.Tensor | None:
 
 def arrays(table: pa.Table, name: str) -> list[Any]:
     """A column of lists, each an array; none where a row has none."""
-    if name not in table.column_names:
-        return [None] * len(table)
     return [
         row.values.to_numpy(zero_copy_only=False) if row.is_valid else None
         for row in table.column(name)
@@ -201,17 +199,13 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
     """The response given to `write_rollouts`; of the data set's row the truth alone is recorded."""
     rollout = Rollout(
-        prompt=Prompt(
-            row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}
-        ),
+        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row["prompt"], row={}),
         logprobs=answer["sampler_logprobs"],
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
-        format=row.get("format") or "",  # not in the files of old runs
-        row=row.get("row") or 0,
-        session=session_of(row.get("session")),
-        **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
+        **{name: row[name] for name in (*_OF_ROLLOUT, "row")},
+        session=session_of(row["session"]),
     )
-    verdict = row.get("verdict")
+    verdict = row["verdict"]
     return Scored(
         rollout, row["reward"], row["error"], row["text"], Verdict(verdict) if verdict else None
     )
@@ -232,9 +226,7 @@ def _responses(values_N: torch.Tensor | None, lengths: np.ndarray) -> pa.Array:
 
 def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(
-        kind, copy=False
-    )
+    flat = np.concatenate([np.zeros(0, kind), *rows], dtype=kind, casting="unsafe")
     if len(flat) != ends[-1]:
         raise ValueError(f"{len(flat)} values for {ends[-1]} tokens")
     return pa.ListArray.from_arrays(ends, pa.array(flat))

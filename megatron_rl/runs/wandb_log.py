@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megatron_rl.config.plain_yaml import redact
@@ -23,6 +23,7 @@ from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.types import Scored
 
+T = TypeVar("T")
 SERVER = "https://api.wandb.ai"
 PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
@@ -193,22 +194,21 @@ class WandbLog(WandbRun):
         """Log the run's own numbers in its summary; return what remains to be done by hand."""
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
         self._tell(lambda: self.run.summary.update(numbers))
-        left: list[str] = []
-        self._tell(lambda: left.append(self.finish(0 if state == "finished" else 1)))
-        return "".join(left)
+        return self._tell(lambda: self.finish(0 if state == "finished" else 1)) or ""
 
-    def _tell(self, say: Callable[[], Any]) -> None:
+    def _tell(self, say: Callable[[], T]) -> T | None:
         """Says something to W&B, whose own process may be killed without ending the run."""
         if self._gone:
-            return
+            return None
         try:
-            say()
+            return say()
         except Exception as error:  # of any kind: its pipe's and its service's
             self._gone = True
             self._note(
                 f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
                 "without it; metrics.jsonl has every step."
             )
+            return None
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,23 +107,19 @@ def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
     status = known_status(path)
     state = status.get("state")
     reason = str(status.get("reason")).partition("\n")[0]
-    if state not in states:
-        return (
-            False,
-            f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}",
-        )
-    start = os.environ.get("SLURM_RESTART_COUNT")
-    if status.get("restarts") != start:
-        return (
-            False,
-            f"the run in {path} has not begun in this start of the job; before, it was {state}: "
-            f"{reason}",
-        )
     step = how_far(path)[1]
     before = status.get("resumes_after") or 0
-    if step <= before:
-        return False, f"the run in {path} has no checkpoint after step {before}: {reason}"
-    return True, f"the run in {path} goes on after step {step}: {reason}"
+    again = False
+    if state not in states:
+        why = f"is {state or 'not there'}, not {' or '.join(states)}"
+    elif status.get("restarts") != os.environ.get("SLURM_RESTART_COUNT"):
+        why = f"has not begun in this start of the job; before, it was {state}"
+    elif step <= before:
+        why = f"has no checkpoint after step {before}"
+    else:
+        again = True
+        why = f"goes on after step {step}"
+    return again, f"the run in {path} {why}: {reason}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -299,10 +299,7 @@ class RankProcesses:
             reason, cause = read_end(folders, log, rank, code, out_of_memory)
             cause = replace(cause, phase=phase_of(self._run.path, rank))
             found.append(Failure(rank, f"rank {rank}: {reason}", cause))
-        for one in found:
-            if one.cause.name != LOST_PEER:
-                return one
-        return found[0]
+        return next((one for one in found if one.cause.name != LOST_PEER), found[0])
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:

@@ -29,7 +29,6 @@ STOPPED_S = 5.0  # a shorter pause is not named
 SILENT_S = 30.0  # without a heartbeat
 SHOW_S = 1.0  # for a process to write its stacks
 MARGIN_S = 60.0  # after the limit of a wait
-LAUNCHER = "the launcher"
 
 Beat = dict[str, Any]  # a heartbeat, as its file has it
 
@@ -179,7 +178,7 @@ class Watch:
         if self.launcher and is_stopped(self.launcher):
             yield ProcessIssue(
                 "stopped",
-                LAUNCHER,
+                "the launcher",
                 self.launcher,
                 platform.node(),
                 phase="",

@@ -40,8 +40,6 @@ def answers(run: RunData) -> list[Answer]:
 
 def _of_step(step: int, path: Path) -> list[Answer]:
     table = read_rollouts(path)
-    if "pieces" not in table.column_names:
-        return []
     return [
         _answer(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()
     ]
@@ -59,12 +57,12 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
     ]
     if known:
         facts.append(f"mean |d| {sum(known) / len(known):.3f}")
-    session = session_of(row.get("session"))
+    session = session_of(row["session"])
     if session:
         calls = sum(turn.tool_calls for turn in session.turns)
         facts.append(f"{len(session.turns)} turns, {calls} tool calls, ended: {session.end}")
         if session.rows > 1:
-            facts.append(f"branch {(row.get('row') or 0) + 1} of {session.rows}")
+            facts.append(f"branch {row['row'] + 1} of {session.rows}")
     return {
         "kind": "right" if row["verdict"] == "right" else "other",
         "facts": " · ".join(facts),
@@ -76,7 +74,7 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
 
 def _with_speakers(row: Mapping[str, Any], session: Session | None) -> list[str]:
     """The text of each token; of a session, with who begins to speak there."""
-    turns = row.get("turns") or []
+    turns = row["turns"] or []
     pieces = list(row["pieces"])
     for place, turn in enumerate(turns):
         if place and turn == turns[place - 1]:
@@ -95,7 +93,7 @@ def _differences(row: Mapping[str, Any]) -> list[float]:
     if row["prox_logprobs"] is None:
         return [math.nan] * len(row["token_ids"])
     d = np.subtract(row["prox_logprobs"], row["sampler_logprobs"])
-    if row.get("turns"):
+    if row["turns"]:
         d[np.array(row["turns"]) < 0] = math.nan
     return list(d)
 
