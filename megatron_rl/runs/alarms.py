@@ -24,7 +24,10 @@ WINDOW = 50  # earlier steps that a median is taken over ...
 FULL = 20  # ... once there are so many of them
 CLEARLY = 4.0  # standard errors of a difference
 LENGTH = "rollout/response_tokens_mean"
-GATES = dict.fromkeys(Format, 0.02) | {Format.none: 0.005, Format.int4: 0.2}  # of MISMATCH, in nats
+GATES = dict.fromkeys(Format, 0.02) | {
+    Format.none: 0.005,
+    Format.int4: 0.2,
+}  # of the mismatch, in nats
 Bound = float | Mapping[Format, float]
 
 

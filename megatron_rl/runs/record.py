@@ -267,9 +267,6 @@ def describe_contents(run: RunDir) -> str:
         (run.best_model.is_dir(), "model-best/", "the best one by checkpoint.best"),
         (True, f"logs/attempt_{run.attempt}/", ""),
     )
-    return "\n".join(
-        [
-            f"in {run.path}/:",
-            *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there),
-        ]
-    )
+    lines = [f"in {run.path}/:"]
+    lines += [f"  {name:<18}{about}".rstrip() for there, name, about in rows if there]
+    return "\n".join(lines)

@@ -155,7 +155,8 @@ class Recorded:
     scored: list[Scored]
     batch: Batch
     prox_logprobs_N: torch.Tensor | None  # None where the step made none
-    weights_N: torch.Tensor | None  # NaN where the correction dropped the token
+    # applied; NaN where the correction dropped the token, None where none were recorded
+    weights_N: torch.Tensor | None
     version: int  # the learner's before the step
 
 
