@@ -73,7 +73,6 @@ class Driver:
             if_exists=config.run.if_exists,
             alarms=Alarms(config.log.alarms, self._formats, sampled),
             rates=Achieved(model, devices, peak, sampled),
-            sooner=bool(config.run.stop),
         )
         self.recorder = self._stack.enter_context(recorder)
         try:

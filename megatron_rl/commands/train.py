@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import command, recipe_arguments, rewards_beside, workshop
@@ -128,7 +127,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
         return keep_going(partial(launch, report=report), config, attempts, print)
     _ranks_of_starter(config, ranks)
     os.environ.update(job.rank_environment() if ranks == "slurm" else {})
-    path = Path(config.run.root) / str(config.run.name)
+    path = config.run.folder
     with entered():
         try:
             run_rank(config, path)
@@ -191,7 +190,7 @@ def _check_place(config: Config, dry: bool = False) -> list[str]:
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
     notes, asked = check_datasets(config)
-    path = Path(config.run.root) / str(config.run.name)
+    path = config.run.folder
     if_exists = config.run.if_exists
     checks: list[Callable[[], str | None]] = [
         partial(check_run_dir, path, if_exists, to_yaml(config))

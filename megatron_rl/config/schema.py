@@ -119,6 +119,11 @@ class RunSection:
     # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
     stop: dict[str, float] | None = None
 
+    @property
+    def folder(self) -> Path:
+        """The run's directory."""
+        return Path(self.root) / str(self.name)
+
 
 @dataclass(frozen=True)
 class ModelSection:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,12 +33,6 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
 
 
-@dataclass(frozen=True)
-class Waits:
-    whom: str  # processes whose names begin so
-    limit_s: float  # after which the wait ends by itself
-
-
 class Activity:
     """What this process does. Only `mark`, `own` and `waiting` may be called by threads beside the
     main one.
@@ -48,8 +41,8 @@ class Activity:
     def __init__(self) -> None:
         self.progress = 0
         self.entered = 0
-        # of the main thread, and of another
-        self._waits: dict[bool, Waits | None] = {True: None, False: None}
+        # of the main thread, and of another: see `waiting`
+        self._waits: dict[bool, dict[str, Any] | None] = {True: None, False: None}
         self._delegated = False
         self._phases: list[str] = []
         self._outside = START
@@ -74,10 +67,12 @@ class Activity:
 
     @contextmanager
     def waiting(self, whom: str, limit_s: float) -> Iterator[None]:
-        """Note the processes that this one waits for meanwhile, and its own limit: see `Waits`."""
+        """Note what this process waits for meanwhile: processes whose names begin with `whom`, for
+        at most `limit_s` seconds.
+        """
         main = threading.current_thread() is threading.main_thread()
         before = self._waits[main]
-        self._waits[main] = Waits(whom, limit_s)
+        self._waits[main] = {"whom": whom, "limit_s": limit_s}
         self.mark()
         try:
             yield
@@ -101,22 +96,15 @@ class Activity:
             self._owned.append((name, process))
 
     @property
-    def place(self) -> str:
-        if self._phases:
-            return self._phases[-1]
-        return self._outside
-
-    @property
     def owned(self) -> list[tuple[str, int]]:
         return [(name, one.pid) for name, one in self._owned if one.returncode is None]
 
     def as_fields(self) -> dict[str, Any]:
-        waits = self._waits[not self._delegated]
         return {
-            "phase": self.place,
+            "phase": self._phases[-1] if self._phases else self._outside,
             "entered": self.entered,
             "progress": self.progress,
-            "waits": asdict(waits) if waits else None,
+            "waits": self._waits[not self._delegated],
             "children": [{"name": name, "pid": pid} for name, pid in self.owned],
         }
 

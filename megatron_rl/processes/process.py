@@ -193,11 +193,16 @@ def end_own_group() -> None:
 
 def end_with_descendants(pid: int) -> None:
     """Kills a child and every process below it, those included that left its session."""
+    for each in _with_descendants(pid):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    return []
 
 
 @contextmanager
@@ -222,16 +227,14 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
         adopt_orphans(False)
 
 
-STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
-
-
 def stopped_below(pid: int) -> list[int]:
     """This process and those below it, as far as SIGSTOP or a debugger holds them."""
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        below = [one.pid for one in (top, *top.children(recursive=True))]
-        return [one for one in below if state_of(one) in STOPPED]
-    return []
+    return [one.pid for one in _with_descendants(pid) if is_stopped(one.pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process, or a debugger."""
+    return state_of(pid) in ("T", "t")
 
 
 def state_of(pid: int) -> str:

@@ -106,21 +106,20 @@ def remove_with_it(paths: Iterable[Path]) -> None:
             file.write(lines)
 
 
-def remove_stale(parent: Path) -> list[Path]:
-    """Folders of this user's runs whose owner is gone."""
-    return [
-        folder for folder in parent.glob(PREFIX + "*") if is_abandoned(folder) and _remove(folder)
-    ]
+def remove_stale(parent: Path) -> None:
+    """Remove the folders of this user's runs whose owner has ended."""
+    for folder in parent.glob(PREFIX + "*"):
+        if is_abandoned(folder):
+            _remove(folder)
 
 
-def _remove(folder: Path) -> bool:
+def _remove(folder: Path) -> None:
     try:
         elsewhere = (folder / ELSEWHERE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         elsewhere = []
     for path in (*map(Path, elsewhere), folder):
         remove(path)
-    return not folder.exists()
 
 
 def segments_of_session(session: int) -> set[str]:
@@ -131,9 +130,7 @@ def segments_of_session(session: int) -> set[str]:
     for folder in PROCESSES.glob("[0-9]*"):
         # a process may end at any moment, and those of other users cannot be looked at
         with suppress(OSError):
-            # after the command's name, which may hold anything: state, parent, group, session
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if os.getsid(int(folder.name)) == session:
                 found |= set(SEGMENT.findall((folder / "maps").read_text()))
     return found
 

@@ -17,14 +17,17 @@ from typing import Any
 from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
 from megatron_rl.runs.metrics import accuracies
+from megatron_rl.runs.metrics_file import MISMATCH
 
 Line = Mapping[str, float]
 WINDOW = 50  # earlier steps that a median is taken over ...
 FULL = 20  # ... once there are so many of them
 CLEARLY = 4.0  # standard errors of a difference
-K3 = "rollout_corr/k3_kl"
 LENGTH = "rollout/response_tokens_mean"
-GATES = dict.fromkeys(Format, 0.02) | {Format.none: 0.005, Format.int4: 0.2}  # of K3, in nats
+GATES = dict.fromkeys(Format, 0.02) | {
+    Format.none: 0.005,
+    Format.int4: 0.2,
+}  # of the mismatch, in nats
 Bound = float | Mapping[Format, float]
 
 
@@ -137,13 +140,13 @@ class Rule:
 
 RULES = {
     Alarm.mismatch: Rule(
-        f"`{K3}`: how far sampler and learner disagree",
+        f"`{MISMATCH}`: how far sampler and learner disagree",
         "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: "
         "quantization.ignore keeps the worst layers in BF16, quantization.format=none shows what "
         "remains. With rollout.ahead, or sync.every above 1, it is mostly staleness "
         "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
         "the loss meanwhile.",
-        metric(K3),
+        metric(MISMATCH),
         GATES,
         steps=5,
     ),
@@ -323,16 +326,12 @@ class Alarms:
 
     def __post_init__(self) -> None:
         self.past = Past()
-        settings = {
-            alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES
-        }
-        self._watches = [
-            _Watch(
-                alarm, rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats)
-            )
-            for alarm, rule in RULES.items()
-            if settings[alarm].on and (self.sampled or rule.always)
-        ]
+        self._watches = []
+        for alarm, rule in RULES.items():
+            setting = alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting()
+            if setting.on and (self.sampled or rule.always):
+                bound = bound_of(rule, setting, self.formats)
+                self._watches.append(_Watch(alarm, rule, setting.stops, bound))
 
     def goes_on(self, lines: Iterable[Line], step: int) -> None:
         """Takes the accuracies of earlier attempts, up to the step after which this one goes on."""

@@ -31,8 +31,8 @@ from megatron_rl.types import Scored, Verdict
 if TYPE_CHECKING:
     import torch
 
-# name, short label, how to print it
-SHOWN: tuple[tuple[str, str, str], ...] = (
+Row = tuple[str, str, str]  # name, short label, how to print it
+SHOWN: tuple[Row, ...] = (
     ("reward/sampler_mean", "reward", ".3f"),
     ("reward/mean", "trained reward", ".3f"),
     ("loss/total", "loss", ".4f"),
@@ -74,13 +74,10 @@ def is_live(stream: TextIO) -> bool:
 
 def said_by_engines(logs: Path | None) -> str:
     """The last message of the engine that wrote last."""
-    found: list[str] = []
     with suppress(OSError):  # a log that was removed
         files = sorted(logs.glob("sampler*.log") if logs else (), key=os.path.getmtime)
-        for newest in files[-1:]:
-            found = SAID.findall("\n".join(last_lines(newest, SAID_LINES)))
-    if found:
-        return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}"
+        if files and (said := SAID.findall("\n".join(last_lines(files[-1], SAID_LINES)))):
+            return f"; vLLM: {printable(said[-1])[:SAID_WIDTH]}"
     return ""
 
 
@@ -117,9 +114,9 @@ class Silence:
         print(f"now      {phase_now()}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
 
 
-def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
+def shown(names: Iterable[str], others: Iterable[Row] = SHOWN) -> list[Row]:
     """Rows of a display: each evaluated set, and the rest."""
-    return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
+    return [*((name, label, ".3f") for name, label in accuracies(names).items()), *others]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -149,9 +146,7 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def step_line(
-    step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None, sooner: bool = False
-) -> str:
+def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name == "time/step" and name in metrics:
@@ -159,7 +154,7 @@ def step_line(
         elif name in metrics and name not in LIVE_ONLY:
             parts.append(f"{label} {number(metrics[name], form)}{staleness(name, metrics)}")
     if eta_s is not None:
-        parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
+        parts.append(f"left {duration(eta_s)}")
     return "  ".join(parts)
 
 
@@ -193,8 +188,6 @@ def sparkline(values: list[float]) -> str:
 
 
 class PlainDisplay:
-    sooner = False  # whether run.stop may end the run before its last step
-
     def __init__(self, n_steps: int, stream: TextIO) -> None:
         self._n_steps = n_steps
         self._stream = stream
@@ -203,11 +196,7 @@ class PlainDisplay:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        print(
-            step_line(step, self._n_steps, metrics, eta_s, self.sooner),
-            file=self._stream,
-            flush=True,
-        )
+        self.note(step_line(step, self._n_steps, metrics, eta_s))
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -219,8 +208,6 @@ class PlainDisplay:
 class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
 
-    sooner = False
-
     def __init__(
         self, title: str, n_steps: int, console: Console, logs: Path | None = None
     ) -> None:
@@ -228,14 +215,12 @@ class LiveDisplay:
         self._n_steps = n_steps
         self._logs = logs
         self._history: dict[str, list[float]] = {}
-        self._beside: dict[str, str] = {}  # what is said of the last one
+        self._last: Mapping[str, float] = {}  # metrics of the last step
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
         self._doing = START
         self._since = time.monotonic()
-        self._said = ""
-        self._said_at = -1
         self._spinner = Spinner("dots")
         self._live = Live(
             get_renderable=self._draw, console=console, refresh_per_second=5, transient=False
@@ -250,7 +235,7 @@ class LiveDisplay:
         for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])
-                self._beside[name] = staleness(name, metrics)
+        self._last = metrics
         self._step = step
         self._eta_s = eta_s
         self._eta_at = time.monotonic()
@@ -269,7 +254,7 @@ class LiveDisplay:
             head.append(f"   step {self._step}/{self._n_steps}", style="not bold")
         if self._eta_s is not None:
             left = max(0.0, self._eta_s - (time.monotonic() - self._eta_at))
-            head.append(f"   {'at most ' * self.sooner}{duration(left)} left", style="not bold dim")
+            head.append(f"   {duration(left)} left", style="not bold dim")
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         table.add_column(style="dim")
         table.add_column(justify="right")
@@ -277,7 +262,7 @@ class LiveDisplay:
         for name, label, form in shown(self._history):
             if name in self._history:
                 values = self._history[name]
-                last = number(values[-1], form) + self._beside.get(name, "")
+                last = number(values[-1], form) + staleness(name, self._last)
                 table.add_row(label, last, sparkline(values[-TREND:]))
         self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
@@ -285,12 +270,10 @@ class LiveDisplay:
     def _at(self) -> str:
         """The present phase, and for how long."""
         seconds = int(time.monotonic() - self._since)
-        if seconds != self._said_at:
-            self._said = said_by_engines(self._logs) if self._step is None else ""
-            self._said_at = seconds
         if seconds < QUIET_S:
             return self._doing
-        return f"{self._doing}, {duration(seconds)}{self._said}"
+        said = said_by_engines(self._logs) if self._step is None else ""
+        return f"{self._doing}, {duration(seconds)}{said}"
 
 
 Display = PlainDisplay | LiveDisplay

@@ -44,11 +44,10 @@ class LineFile:
         if not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
 
-    def close(self) -> int:
-        """The last try; how many lines never got their place."""
+    def close(self) -> None:
+        """The last try: lines that still wait are lost."""
         self._catch_up()
         self._file.close()
-        return len(self._waiting)
 
     def _catch_up(self) -> None:
         while self._waiting and self._take(self._waiting[0]):
@@ -77,7 +76,6 @@ class Disk:
         self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
         self._full: set[str] = set()  # what could not be written when it last came
         self._lost_rollouts = 0
-        self._lost_lines = 0
 
     def write_line(self, path: Path, line: str) -> None:
         """Append to a file of lines, as soon as there is room."""
@@ -103,12 +101,13 @@ class Disk:
         self._report("rollouts", written)
 
     def close(self) -> None:
-        self._lost_lines = sum(file.close() for file in self._files.values())
+        for file in self._files.values():
+            file.close()
 
     @property
     def news(self) -> dict[str, Any]:
         """The part of status.json about what could not be written."""
-        lines = self._lost_lines or sum(file.waiting for file in self._files.values())
+        lines = sum(file.waiting for file in self._files.values())
         if not (lines or self._lost_rollouts or self._full):
             return {}
         return {"unrecorded": {"lines": lines, "rollouts": self._lost_rollouts}}

@@ -2,7 +2,6 @@
 up in numbers.
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -11,21 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.files import open_regular
 from megatron_rl.runs.metrics import ACCURACY, row
 
 MISMATCH = "rollout_corr/k3_kl"
 SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
-ABS_DIFFERENCE = "rollout_corr/logp_abs_diff_mean"
-REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: (
-        math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
-    ),
-    "sum": sum,
-    "min": lambda values: math.nan if any(map(math.isnan, values)) else min(values),
-    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
+    "mean": np.mean,
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
     "last": lambda values: values[-1],
 }
 
@@ -37,7 +34,15 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
     reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
-    return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
+    return as_numbers({name: REDUCERS[reducers[name]](v) for name, v in values.items()})
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers as JSON has them, also of one-element tensors and NumPy scalars."""
+    return {
+        name: int(value) if isinstance(value, int | np.integer) else float(value)
+        for name, value in metrics.items()
+    }
 
 
 def encode_line(metrics: Mapping[str, float]) -> str:
@@ -143,16 +148,16 @@ class Number:
     form: str
     about: str
     metric: str
-    of: Callable[[Curves, str], float | None]
+    of: Callable[[Curves, str], float | None] = Curves.median
 
 
 def area(curve: Series) -> float | None:
     """Under the curve, over its steps: the mean height. None of fewer than two points."""
-    points = [(x, y) for x, y in zip(curve.steps, curve.values, strict=True) if math.isfinite(y)]
-    if len(points) < 2:
+    finite = np.isfinite(curve.values)
+    steps = np.array(curve.steps)[finite]
+    if len(steps) < 2:
         return None
-    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points)]
-    return math.fsum(pieces) / (points[-1][0] - points[0][0])
+    return float(np.trapezoid(np.array(curve.values)[finite], steps) / np.ptp(steps))
 
 
 NUMBERS: dict[str, Number] = {
@@ -171,26 +176,27 @@ NUMBERS: dict[str, Number] = {
         ".1e",
         "k3 KL of sampler and learner, nats a token, median step",
         MISMATCH,
-        Curves.median,
     ),
     "abs_difference": Number(
         "mean abs d",
         ".4f",
         "learner's logprob less the sampler's, nats, median step",
-        ABS_DIFFERENCE,
-        Curves.median,
+        "rollout_corr/logp_abs_diff_mean",
     ),
     "sample_size": Number(
         "ESS",
         ".1%",
         "effective sample size of the applied weights, median step",
         SAMPLE_SIZE,
-        Curves.median,
     ),
     "rejected": Number(
-        "rejected", ".1%", "tokens that rules took out, mean", REJECTED, Curves.mean
+        "rejected",
+        ".1%",
+        "tokens that rules took out, mean",
+        "rollout_corr/rollout_rs_masked_fraction",
+        Curves.mean,
     ),
-    "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step", Curves.median),
+    "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step"),
 }
 
 

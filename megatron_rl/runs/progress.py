@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState, best_of
 from megatron_rl.config.schema import CheckpointSection
-from megatron_rl.runs.metrics_file import decode_line, encode_line
+from megatron_rl.runs.metrics_file import as_numbers, decode_line, encode_line
 
 if TYPE_CHECKING:
     from megatron_rl.batch import Share
@@ -70,16 +70,8 @@ class Progress:
         """The part that a checkpoint keeps, as JSON."""
         line = None
         if self.line is not None:
-            numbers = {
-                name: value if isinstance(value, int) else float(value)
-                for name, value in self.line.items()
-            }
-            line = encode_line(numbers)
-        return {
-            "position": self.position,
-            "seen": asdict(self.seen),
-            "line": line,
-        }
+            line = encode_line(as_numbers(self.line))
+        return {"position": self.position, "seen": asdict(self.seen), "line": line}
 
     @staticmethod
     def of(step: int, kept: DriverState) -> Progress:

@@ -25,7 +25,7 @@ from megatron_rl.runs.causes import Cause, of_error
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
-from megatron_rl.runs.metrics_file import encode_line, numbers_of_file, read_metrics
+from megatron_rl.runs.metrics_file import as_numbers, encode_line, numbers_of_file, read_metrics
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.status import beat, mark_status
 from megatron_rl.runs.timeline import PhaseClock, Span, encode_spans, throughput
@@ -55,7 +55,6 @@ class Recorder:
         if_exists: IfExists = IfExists.refuse,
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
-        sooner: bool = False,
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
@@ -82,7 +81,6 @@ class Recorder:
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
-        self._display.sooner = sooner
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
@@ -107,7 +105,7 @@ class Recorder:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log a line of metrics: the caller's, the time since the last line by phase, progress."""
-        line = {name: _number(value) for name, value in metrics.items()}
+        line = as_numbers(metrics)
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line = throughput(line) | self._rates(line) | line
@@ -124,7 +122,7 @@ class Recorder:
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
-        self._write_text(step_line(step, self._n_steps, line, eta_s, self._display.sooner))
+        self._write_text(step_line(step, self._n_steps, line, eta_s))
         if news := self.alarms.after(line):
             self._beat_at = -math.inf  # status.json says so at once
             for one in news:
@@ -256,13 +254,6 @@ class Recorder:
         return known | self._disk.news
 
 
-def _number(value: Any) -> float:
-    """A number as JSON has it, also of one-element tensors and NumPy scalars."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return float(value)
-
-
 def describe_contents(run: RunDir) -> str:
     if not run.metrics.exists():
         return f"{run.path} is gone"
@@ -276,9 +267,6 @@ def describe_contents(run: RunDir) -> str:
         (run.best_model.is_dir(), "model-best/", "the best one by checkpoint.best"),
         (True, f"logs/attempt_{run.attempt}/", ""),
     )
-    return "\n".join(
-        [
-            f"in {run.path}/:",
-            *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there),
-        ]
-    )
+    lines = [f"in {run.path}/:"]
+    lines += [f"  {name:<18}{about}".rstrip() for there, name, about in rows if there]
+    return "\n".join(lines)

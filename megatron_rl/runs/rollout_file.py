@@ -6,18 +6,20 @@ Columns that a step does not have are null. Shape suffixes: B rows, N response t
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.files import replacing
-from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn, Verdict
+from megatron_rl.types import Prompt, Rollout, Scored, Session, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -83,32 +85,23 @@ class Columns(TypedDict, total=False):
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-    truths = columns.get("truths", [None] * len(scored))
+    lengths = np.array([len(one.rollout.token_ids) for one in scored], np.int64)
+    computed = _computed(lengths, columns)
     with (
         replacing(path) as partial,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=WORDS) as file,
     ):
-        first = 0  # token of the piece
         for start in range(0, len(scored), PIECE):
             rows = slice(start, start + PIECE)
-            tokens = sum(len(one.rollout.token_ids) for one in scored[rows])
-            of_tokens = slice(first, first + tokens)
-            file.write_table(_table(scored[rows], truths[rows], columns, rows, of_tokens))
-            first += tokens
+            table = _sampled(scored[rows], lengths[rows])
+            table |= {name: column[rows] for name, column in computed.items()}
+            file.write_table(pa.table(table, schema=SCHEMA))
 
 
-def _table(
-    scored: Sequence[Scored],
-    truths: Sequence[Any],
-    columns: Columns,
-    rows: slice,
-    tokens: slice,
-) -> pa.Table:
+def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
+    """Columns of what was sampled and scored."""
     rollouts = [one.rollout for one in scored]
-    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
-    advantages_B = columns.get("advantages_B")
-    pieces = columns.get("pieces", {})
-    table = {
+    return {
         **{
             name: [getattr(rollout, name) for rollout in rollouts]
             for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)
@@ -119,29 +112,36 @@ def _table(
             for name in ("reward", "error", "verdict", "text")
         },
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
-        "pieces": [pieces.get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
-        "truth": [
-            truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
-            for truth in truths
-        ],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        "prox_logprobs": _responses(columns.get("prox_logprobs_N"), tokens, lengths),
-        "weights": _responses(columns.get("weights_N"), tokens, lengths),
-        "kept": _responses(columns.get("mask_N"), tokens, lengths),
-        "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
-    return pa.table(table, schema=SCHEMA)
+
+
+def _computed(lengths: np.ndarray, columns: Columns) -> dict[str, Any]:
+    """Columns of what the step computed, of all rows."""
+    nothing = [None] * len(lengths)
+    advantages_B = columns.get("advantages_B")
+    pieces = columns.get("pieces", {})
+    return {
+        "pieces": [pieces.get(place) for place in range(len(lengths))],
+        "truth": [
+            truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
+            for truth in columns.get("truths", nothing)
+        ],
+        "prox_logprobs": _responses(columns.get("prox_logprobs_N"), lengths),
+        "weights": _responses(columns.get("weights_N"), lengths),
+        "kept": _responses(columns.get("mask_N"), lengths),
+        "advantage": nothing if advantages_B is None else advantages_B.tolist(),
+    }
 
 
 def session_of(text: str | None) -> Session | None:
     if not text:
         return None
-    about = json.loads(text)
-    return Session(**{**about, "turns": tuple(SessionTurn(**turn) for turn in about["turns"])})
+    return msgspec.convert(json.loads(text), Session)
 
 
 def read_rollouts(path: Path) -> pa.Table:
@@ -155,11 +155,13 @@ class Recorded:
     scored: list[Scored]
     batch: Batch
     prox_logprobs_N: torch.Tensor | None  # None where the step made none
+    # applied; NaN where the correction dropped the token, None where none were recorded
+    weights_N: torch.Tensor | None
     version: int  # the learner's before the step
 
 
 def load_recorded(path: Path) -> Recorded:
-    from megatron_rl.batch import collate, joined
+    from megatron_rl.batch import collate
 
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}
@@ -171,37 +173,40 @@ def load_recorded(path: Path) -> Recorded:
     version = int(batch.token_versions_N.max())
     if step := STEP.fullmatch(path.name):
         version = int(step[1]) - 1
-    prox_N = None
-    if all(row is not None for row in lists["prox_logprobs"]):
-        prox_N = joined(lists["prox_logprobs"], "float32")
-    return Recorded(scored, batch, prox_N, version)
+    weights_N = _joined(lists["weights"], "float32")
+    kept_N = _joined(lists["kept"], "bool")
+    if weights_N is not None and kept_N is not None:
+        weights_N = weights_N.where(kept_N, math.nan)
+    return Recorded(scored, batch, _joined(lists["prox_logprobs"], "float32"), weights_N, version)
+
+
+def _joined(rows: Sequence[Any], kind: str) -> torch.Tensor | None:
+    """The rows one after another; None if one is missing."""
+    from megatron_rl.batch import joined
+
+    if any(row is None for row in rows):
+        return None
+    return joined(rows, kind)
 
 
 def arrays(table: pa.Table, name: str) -> list[Any]:
     """A column of lists, each an array; none where a row has none."""
-    if name not in table.column_names:
-        return [None] * len(table)
     return [
-        chunk[at].values.to_numpy(zero_copy_only=False) if chunk[at].is_valid else None
-        for chunk in table.column(name).chunks
-        for at in range(len(chunk))
+        row.values.to_numpy(zero_copy_only=False) if row.is_valid else None
+        for row in table.column(name)
     ]
 
 
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
     """The response given to `write_rollouts`; of the data set's row the truth alone is recorded."""
     rollout = Rollout(
-        prompt=Prompt(
-            row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}
-        ),
+        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row["prompt"], row={}),
         logprobs=answer["sampler_logprobs"],
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
-        format=row.get("format") or "",  # not in the files of old runs
-        row=row.get("row") or 0,
-        session=session_of(row.get("session")),
-        **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
+        **{name: row[name] for name in (*_OF_ROLLOUT, "row")},
+        session=session_of(row["session"]),
     )
-    verdict = row.get("verdict")
+    verdict = row["verdict"]
     return Scored(
         rollout, row["reward"], row["error"], row["text"], Verdict(verdict) if verdict else None
     )
@@ -213,18 +218,16 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in names if name)
 
 
-def _responses(values_N: torch.Tensor | None, tokens: slice, lengths: np.ndarray) -> pa.Array:
+def _responses(values_N: torch.Tensor | None, lengths: np.ndarray) -> pa.Array:
     if values_N is None:
         return pa.nulls(len(lengths))
-    part = values_N[tokens].numpy(force=True)
-    return _lists([part], lengths, part.dtype)
+    values = values_N.numpy(force=True)
+    return _lists([values], lengths, values.dtype)
 
 
 def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(
-        kind, copy=False
-    )
+    flat = np.concatenate([np.zeros(0, kind), *rows], dtype=kind, casting="unsafe")
     if len(flat) != ends[-1]:
         raise ValueError(f"{len(flat)} values for {ends[-1]} tokens")
     return pa.ListArray.from_arrays(ends, pa.array(flat))

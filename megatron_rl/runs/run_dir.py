@@ -24,7 +24,7 @@ from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import environment, goes_on, known_status, mark_status, read_status
+from megatron_rl.runs.status import ENDED, environment, known_status, mark_status, read_status
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
@@ -174,7 +174,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             archived = archive_name(path)
             why = ""
             if if_exists is IfExists.refuse:
-                why = f": it ended before its first step ({_describe(path, False)})"
+                before = _describe(path, known_status(path, locked=False))
+                why = f": it ended before its first step ({before})"
             elif if_exists is IfExists.resume and torn:
                 why = f": none of its {len(torn)} checkpoints is complete; the run begins again"
             elif if_exists is IfExists.resume:
@@ -194,30 +195,23 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
         run.path / "logs" / f"attempt_{run.attempt + 1}",
     ):
         folder.mkdir(parents=True, exist_ok=True)
-    config = read_yaml(resolved_yaml)
-    hidden = redact(config)
-    if hidden != config:
-        resolved_yaml = write_yaml(hidden)
-    write_whole(run.config, resolved_yaml)
+    write_whole(run.config, write_yaml(redact(read_yaml(resolved_yaml))))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    step = None if found is None else found.step
-    before = read_status(run.path)
-    about: dict[str, Any] = {
-        "pid": os.getpid(),
-        "host": platform.node(),
-        "attempt": run.attempt,
-    }
-    if before:
+    about: dict[str, Any] = {}
+    if before := read_status(run.path):
         about["before"] = {
             "state": before.get("state"),
             "reason": str(before.get("reason"))[:LONGEST_BEFORE],
         }
-    about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
     mark_status(
         run.path,
         "starting",
+        pid=os.getpid(),
+        host=platform.node(),
+        attempt=run.attempt,
         **about,
-        resumes_after=step,
+        restarts=os.environ.get("SLURM_RESTART_COUNT"),
+        resumes_after=found and found.step,
         stopping=None,
         stuck=None,
     )
@@ -243,14 +237,15 @@ def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> 
     """Raises where a used directory is not free. `locked`: as in `known_status`, whether another
     one has its lock.
     """
-    if goes_on(path, locked):
-        raise _refused(
-            path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})"
-        )
-    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
+    if locked is None:
+        locked = held(path)
+    status = known_status(path, locked)
+    if locked or ("pid" in status and status.get("state") not in ENDED):
+        raise _refused(path, f"belongs to a run that goes on ({_owner(path, status)})")
+    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, status):
         raise _refused(
             path,
-            f"is used ({_describe(path, locked)})",
+            f"is used ({_describe(path, status)})",
             f", or move the old one to {archive_name(path)}: run.if_exists=archive",
         )
 
@@ -287,17 +282,16 @@ def _used(path: Path) -> bool:
     return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
 
 
-def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
+def _ended_before_its_first_step(path: Path, status: Mapping[str, Any]) -> bool:
     """True if a run has nothing but logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(
         line["progress/step"] >= 1 for line in read_metrics(run.metrics)
     )
-    return known_status(path, locked).get("state") in ("failed", "stopped") and not begun
+    return status.get("state") in ("failed", "stopped") and not begun
 
 
-def _describe(path: Path, locked: bool | None) -> str:
-    status = known_status(path, locked)
+def _describe(path: Path, status: Mapping[str, Any]) -> str:
     run = RunDir(path)
     state = status.get("state", "no status")
     if status.get("reason"):

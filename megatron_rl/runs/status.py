@@ -160,15 +160,16 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
 
 
-def goes_on(path: Path, locked: bool | None = None) -> bool:
-    """True if the run is still in progress, as far as can be seen from this machine."""
-    locked = held(path) if locked is None else locked
-    status = known_status(path, locked)
-    return locked is True or ("pid" in status and status.get("state") not in ENDED)
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def seconds_since(moment: Any) -> float | None:
+    """Seconds since a time of `now`; None for anything else."""
+    try:
+        return max((datetime.now(UTC) - datetime.fromisoformat(str(moment))).total_seconds(), 0.0)
+    except (ValueError, TypeError):
+        return None
 
 
 def _gone(status: dict[str, Any], locked: bool | None) -> bool:
@@ -176,10 +177,8 @@ def _gone(status: dict[str, Any], locked: bool | None) -> bool:
     if locked:
         return False
     if status.get("host") != platform.node():
-        with suppress(ValueError):
-            last = datetime.fromisoformat(str(status.get("heartbeat")))
-            return (datetime.now(UTC) - last).total_seconds() > SILENT_S
-        return True
+        silent_s = seconds_since(status.get("heartbeat"))
+        return silent_s is None or silent_s > SILENT_S
     return locked is False or not Path(f"/proc/{status['pid']}").exists()
 
 
@@ -189,11 +188,10 @@ def environment() -> dict[str, Any]:
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    devices: list[str] = []
     torch = sys.modules.get("torch")  # only where somebody needed it anyway
     if torch is not None and torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-    else:
-        gpus = 0
+        devices = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     return {
         "time": now(),
         "python": platform.python_version(),
@@ -202,7 +200,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "host": instructions.about(),
         "versions": versions,
-        "devices": [torch.cuda.get_device_name(index) for index in range(gpus)] if torch else [],
+        "devices": devices,
         "git": _git(Path(__file__).parent),
     }
 

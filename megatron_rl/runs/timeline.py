@@ -29,32 +29,24 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
-        self._entered: list[float] = []
+        self._open: list[tuple[str, float]] = []  # phases, and when they began
         self.spans: list[Span] = []  # of phases that have ended, until somebody takes them
         self._begun = self._since = time.perf_counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
     def enter(self, name: str) -> None:
         self._charge()
-        self._open.append(name)
-        self._entered.append(self._since)
+        self._open.append((name, self._since))
 
     def leave(self) -> str | None:
         """The phase that goes on, if there is one around."""
         self._charge()
-        self.spans.append(
-            Span(
-                self._open.pop(),
-                self._entered.pop(),
-                self._since,
-            )
-        )
+        self.spans.append(Span(*self._open.pop(), self._since))
         return self.phase
 
     @property
     def phase(self) -> str | None:
-        return self._open[-1] if self._open else None
+        return self._open[-1][0] if self._open else None
 
     def finish_step(self) -> dict[str, float]:
         self._charge()
@@ -88,8 +80,7 @@ class PhaseClock:
 
     def _charge(self) -> None:
         now = time.perf_counter()
-        if self._open:
-            name = self._open[-1]
+        if name := self.phase:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
@@ -22,7 +23,8 @@ from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.types import Scored
 
-HOST = "api.wandb.ai"
+T = TypeVar("T")
+SERVER = "https://api.wandb.ai"
 PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
@@ -36,12 +38,7 @@ def has_key() -> bool:
         found = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    return (
-        found.authenticators(
-            _base_url().removeprefix("https://").removeprefix("http://").rstrip("/")
-        )
-        is not None
-    )
+    return found.authenticators(urlsplit(_base_url()).netloc) is not None
 
 
 def _base_url() -> str:
@@ -53,7 +50,7 @@ def _base_url() -> str:
             / "settings"
         )
     return os.environ.get("WANDB_BASE_URL") or str(
-        settings.get("default", "base_url", fallback=HOST)
+        settings.get("default", "base_url", fallback=SERVER)
     )
 
 
@@ -74,7 +71,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 class WandbRun:
     """A run at W&B: online if its server answers in time, else written for a later `wandb sync`."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: Any) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -84,28 +81,8 @@ class WandbRun:
         self._id = run_id(folder)
         self.trouble = ""
         self.online = mode is Wandb.online
-        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
-            try:
-                self.run = self._begin(
-                    config, folder, about, "online" if self.online else "offline"
-                )
-            except wandb.Error as error:
-                if not self.online:
-                    raise
-                wandb.teardown()  # what has not answered keeps the run's name to itself
-                self.online, self.run = False, self._begin(config, folder, about, "offline")
-                why = next(iter(str(error).splitlines()), type(error).__name__)
-                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
-
-    def _begin(
-        self,
-        config: Mapping[str, Any],
-        folder: Path,
-        about: Mapping[str, Any],
-        mode: Literal["online", "offline"],
-    ) -> Any:
-        return self.wandb.init(
-            mode=mode,
+        begin: Callable[..., Any] = partial(
+            wandb.init,
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=folder.name,
             id=self._id,
@@ -113,7 +90,7 @@ class WandbRun:
             allow_val_change=True,
             dir=str(folder),
             config=redact(config),
-            settings=self.wandb.Settings(
+            settings=wandb.Settings(
                 disable_git=True,
                 save_code=False,
                 console="off",
@@ -124,6 +101,17 @@ class WandbRun:
             ),
             **about,
         )
+        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
+            try:
+                self.run = begin(mode="online" if self.online else "offline")
+            except wandb.Error as error:
+                if not self.online:
+                    raise
+                wandb.teardown()  # what has not answered keeps the run's name to itself
+                self.online = False
+                self.run = begin(mode="offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
     @property
     def where(self) -> str:
@@ -206,22 +194,21 @@ class WandbLog(WandbRun):
         """Log the run's own numbers in its summary; return what remains to be done by hand."""
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
         self._tell(lambda: self.run.summary.update(numbers))
-        left: list[str] = []
-        self._tell(lambda: left.append(self.finish(0 if state == "finished" else 1)))
-        return "".join(left)
+        return self._tell(lambda: self.finish(0 if state == "finished" else 1)) or ""
 
-    def _tell(self, say: Callable[[], Any]) -> None:
+    def _tell(self, say: Callable[[], T]) -> T | None:
         """Says something to W&B, whose own process may be killed without ending the run."""
         if self._gone:
-            return
+            return None
         try:
-            say()
+            return say()
         except Exception as error:  # of any kind: its pipe's and its service's
             self._gone = True
             self._note(
                 f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
                 "without it; metrics.jsonl has every step."
             )
+            return None
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:

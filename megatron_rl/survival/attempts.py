@@ -37,7 +37,7 @@ def keep_going(
     start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]
 ) -> int:
     """Starts the run, and again while it fails, at most so many times; the last exit status."""
-    path = Path(config.run.root) / str(config.run.name)
+    path = config.run.folder
     if config.run.if_exists is IfExists.resume:
         furthest = how_far(path)
     else:
@@ -107,29 +107,25 @@ def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
     status = known_status(path)
     state = status.get("state")
     reason = str(status.get("reason")).partition("\n")[0]
-    if state not in states:
-        return (
-            False,
-            f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}",
-        )
-    start = os.environ.get("SLURM_RESTART_COUNT")
-    if status.get("restarts") != start:
-        return (
-            False,
-            f"the run in {path} has not begun in this start of the job; before, it was {state}: "
-            f"{reason}",
-        )
     step = how_far(path)[1]
     before = status.get("resumes_after") or 0
-    if step <= before:
-        return False, f"the run in {path} has no checkpoint after step {before}: {reason}"
-    return True, f"the run in {path} goes on after step {step}: {reason}"
+    again = False
+    if state not in states:
+        why = f"is {state or 'not there'}, not {' or '.join(states)}"
+    elif status.get("restarts") != os.environ.get("SLURM_RESTART_COUNT"):
+        why = f"has not begun in this start of the job; before, it was {state}"
+    elif step <= before:
+        why = f"has no checkpoint after step {before}"
+    else:
+        again = True
+        why = f"goes on after step {step}"
+    return again, f"the run in {path} {why}: {reason}"
 
 
 def main(arguments: Sequence[str]) -> int:
     states, recipe, *overrides = arguments
     config = load(Path(recipe), overrides)
-    again, why = worth_it(Path(config.run.root) / str(config.run.name), states.split(","))
+    again, why = worth_it(config.run.folder, states.split(","))
     print(why)
     return 0 if again else 1
 

@@ -51,9 +51,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     kills = memory_kills()
     with Scratch() as scratch, process.ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
-        run, moved = open_run(
-            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config)
-        )
+        run, moved = open_run(config.run.folder, config.run.if_exists, to_yaml(config))
         if moved:
             print(moved, flush=True)
         watch = Watch(run.path, config.run.hang_timeout_s)
@@ -301,10 +299,7 @@ class RankProcesses:
             reason, cause = read_end(folders, log, rank, code, out_of_memory)
             cause = replace(cause, phase=phase_of(self._run.path, rank))
             found.append(Failure(rank, f"rank {rank}: {reason}", cause))
-        for one in found:
-            if one.cause.name != LOST_PEER:
-                return one
-        return found[0]
+        return next((one for one in found if one.cause.name != LOST_PEER), found[0])
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:

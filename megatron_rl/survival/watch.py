@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import read_json
-from megatron_rl.processes.heartbeat import ACTIVITY, FOLDER
-from megatron_rl.processes.process import SHOW_STACKS, STOPPED, birth_of, state_of
+from megatron_rl.processes.heartbeat import ACTIVITY
+from megatron_rl.processes.process import SHOW_STACKS, birth_of, is_stopped, state_of
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
 
@@ -29,7 +29,6 @@ STOPPED_S = 5.0  # a shorter pause is not named
 SILENT_S = 30.0  # without a heartbeat
 SHOW_S = 1.0  # for a process to write its stacks
 MARGIN_S = 60.0  # after the limit of a wait
-LAUNCHER = "the launcher"
 
 Beat = dict[str, Any]  # a heartbeat, as its file has it
 
@@ -118,7 +117,7 @@ class Watch:
         return [one for one in self.issues if one.blocks]
 
     def _read(self) -> None:
-        for path in (self._run_dir / "logs" / FOLDER).glob("rank_*.json"):
+        for path in RunDir(self._run_dir).heartbeats.glob("rank_*.json"):
             with suppress(ValueError, KeyError):
                 beat = read_json(path)
                 before = self._beats.get(beat["rank"], {})
@@ -132,7 +131,7 @@ class Watch:
         beat = self._beats.get(rank)
         if beat is None or beat["ended"] or self._is_silent(rank):
             return False
-        return not (_here(beat) and _is_stopped(beat["pid"]))
+        return not (_here(beat) and is_stopped(beat["pid"]))
 
     def _is_silent(self, rank: int) -> bool:
         return self._now - self._heard_at[rank] >= SILENT_S
@@ -154,7 +153,7 @@ class Watch:
             yield from _waited_for(waiting, idle_s)
         else:
             for one in silent or _behind(running):
-                yield _of_rank(one, "hangs", idle_s)
+                yield _issue(one, _itself(one), "hangs", idle_s)
 
     def _limit_s(self, waiting: Beat | None) -> float:
         """Seconds without progress after which the run hangs."""
@@ -173,15 +172,13 @@ class Watch:
         for beat in beats:
             if not _here(beat):
                 continue
-            if _is_stopped(beat["pid"]):
-                yield _of_rank(beat, "stopped", seconds(beat["pid"]))
-            for child in beat["children"]:
-                if _is_stopped(child["pid"]):
-                    yield _of_child(beat, child, "stopped", seconds(child["pid"]))
-        if self.launcher and _is_stopped(self.launcher):
+            for one in (_itself(beat), *beat["children"]):
+                if is_stopped(one["pid"]):
+                    yield _issue(beat, one, "stopped", seconds(one["pid"]))
+        if self.launcher and is_stopped(self.launcher):
             yield ProcessIssue(
                 "stopped",
-                LAUNCHER,
+                "the launcher",
                 self.launcher,
                 platform.node(),
                 phase="",
@@ -240,7 +237,7 @@ class RankWatch(Watch):
         self._rank = rank
 
     def __call__(self) -> None:
-        if self.launcher and not _is_stopped(self.launcher) and not self.issues:
+        if self.launcher and not is_stopped(self.launcher) and not self.issues:
             return
         reason = self.look(self._rank)
         if reason is None:
@@ -282,10 +279,6 @@ def _changed(before: Beat, beat: Beat, name: str) -> bool:
     return not same_process or before[name] != beat[name]
 
 
-def _is_stopped(pid: int) -> bool:
-    return state_of(pid) in STOPPED
-
-
 def _here(beat: Beat) -> bool:
     """Whether the rank is a process of this machine and this container."""
     return bool(beat["host"] == platform.node() and birth_of(beat["pid"]) == beat["birth"])
@@ -295,7 +288,7 @@ def _waited_for(waiting: Beat, seconds: float) -> Iterator[ProcessIssue]:
     whom = waiting["waits"]["whom"]
     children = [child for child in waiting["children"] if child["name"].startswith(whom)]
     for child in children or [{"name": whom, "pid": None}]:
-        yield _of_child(waiting, child, "hangs", seconds)
+        yield _issue(waiting, child, "hangs", seconds)
 
 
 def _behind(beats: list[Beat]) -> list[Beat]:
@@ -307,42 +300,23 @@ def _behind(beats: list[Beat]) -> list[Beat]:
     return late or beats
 
 
-def _of_rank(beat: Beat, how: str, seconds: float) -> ProcessIssue:
-    return _issue(
-        beat,
-        f"rank {beat['rank']}",
-        beat["pid"],
-        how,
-        seconds,
-        blocks=True,
-    )
+def _itself(beat: Beat) -> Mapping[str, Any]:
+    """The process of a rank, in the form of its `children`."""
+    return {"name": f"rank {beat['rank']}", "pid": beat["pid"]}
 
 
-def _of_child(beat: Beat, child: Mapping[str, Any], how: str, seconds: float) -> ProcessIssue:
-    """The issue of a process that a rank has started."""
+def _issue(beat: Beat, process: Mapping[str, Any], how: str, seconds: float) -> ProcessIssue:
+    """The issue of a rank's own process, or of one that it has started."""
     waits = beat["waits"]
-    blocks = bool(waits) and child["name"].startswith(waits["whom"])
-    return _issue(
-        beat,
-        child["name"],
-        child["pid"],
-        how,
-        seconds,
-        blocks,
-    )
-
-
-def _issue(
-    beat: Beat, process: str, pid: int | None, how: str, seconds: float, blocks: bool
-) -> ProcessIssue:
+    is_rank = process["pid"] == beat["pid"]
     return ProcessIssue(
         how=how,
-        process=process,
-        pid=pid,
+        process=process["name"],
+        pid=process["pid"],
         host=beat["host"],
         phase=beat["phase"],
         seconds=seconds,
         rank=beat["rank"],
-        blocks=blocks,
+        blocks=is_rank or bool(waits and process["name"].startswith(waits["whom"])),
         here=_here(beat),
     )

@@ -121,7 +121,7 @@ def quickstart(
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
     status = run(warm)
     # it was asked to
-    if status or read_status(Path(warm.run.root) / str(warm.run.name)).get("state") == "stopped":
+    if status or read_status(warm.run.folder).get("state") == "stopped":
         return status
 
     print(
@@ -129,9 +129,7 @@ def quickstart(
     )
     status = run(config)
     if status == 0:
-        print(
-            _summary(RunDir(Path(config.run.root) / str(config.run.name)), time.monotonic() - begun)
-        )
+        print(_summary(RunDir(config.run.folder), time.monotonic() - begun))
     return status
 
 

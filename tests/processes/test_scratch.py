@@ -105,7 +105,7 @@ def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
     try:
         assert holder.stdout
         left = Path(json.loads(holder.stdout.readline()))
-        assert remove_stale(there) == []
+        remove_stale(there)
         assert (left / ELSEWHERE).exists()
         holder.send_signal(signal.SIGKILL)
         holder.wait(120)

@@ -138,11 +138,11 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     write_rollouts(path, scored, prox_logprobs_N=prox_N)
     direct = cut(prox_BT, mu_BT, mask_BT, version=6)
     slices = [one for slices in direct.values() for one in slices]
-    assert recorded_breakdowns(path, policy_version=6) == slices
+    assert recorded_breakdowns(load_recorded(path), policy_version=6) == slices
     # rows newer than the policy are not stale
     assert [one.label for one in direct["staleness"]] == ["0", "2"]
     write_rollouts(path, scored)
-    assert recorded_breakdowns(path) == []
+    assert recorded_breakdowns(load_recorded(path)) == []
 
     names = ["int8" if i % 2 else "none" for i in range(len(scored))]
     mixed = [
@@ -150,7 +150,7 @@ def test_a_recorded_step(tmp_path: Path) -> None:
         for one, name in zip(scored, names, strict=True)
     ]
     write_rollouts(path, mixed, prox_logprobs_N=prox_N)
-    parts = [one for one in recorded_breakdowns(path) if one.by == "format"]
+    parts = [one for one in recorded_breakdowns(load_recorded(path)) if one.by == "format"]
     assert [one.label for one in parts] == ["int8", "none"]
     assert sum(one.tokens for one in parts) == int(mask_BT.sum())
 
@@ -255,7 +255,7 @@ def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
         assert bool(where_BT.any()), label
         prox_N = batch.sampler_logprobs_N - 0.5 * flat_of(where_BT, lengths_B)
         write_rollouts(path, scored, prox_logprobs_N=prox_N)
-        found = {one.label: one for one in recorded_breakdowns(path) if one.by == by}
+        found = {one.label: one for one in recorded_breakdowns(load_recorded(path)) if one.by == by}
         assert {name for name, one in found.items() if one.abs_diff > 0} == {label}
         assert found[label].kl == pytest.approx(0.5)
         assert found[label].tokens == int(where_BT.sum())
@@ -293,7 +293,7 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
         == {}
     )
     write_rollouts(path, alone, prox_logprobs_N=batch.sampler_logprobs_N)
-    assert {one.by for one in recorded_breakdowns(path)} == {
+    assert {one.by for one in recorded_breakdowns(load_recorded(path))} == {
         "position",
         "probability",
         "length",

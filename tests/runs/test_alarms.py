@@ -16,7 +16,7 @@ from run_factory import start
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.choices import Alarm, AlarmSetting
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
-from megatron_rl.runs.alarms import FULL, K3, LENGTH, RULES, Alarms, bound_of, clear_at
+from megatron_rl.runs.alarms import FULL, LENGTH, MISMATCH, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
@@ -29,7 +29,7 @@ RECORDED = Path(__file__).parent / "recorded"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 ACCURACY = "eval/accuracy"
 HEALTHY = {
-    K3: 0.002,
+    MISMATCH: 0.002,
     ESS: 0.99,
     LENGTH: 200.0,
     "rollout_corr/non_finite_sampler": 0.0,
@@ -49,7 +49,7 @@ HEALTHY = {
     "progress/failed_saves": 0.0,
 }
 BROKEN = {
-    Alarm.mismatch: {K3: 0.03},
+    Alarm.mismatch: {MISMATCH: 0.03},
     Alarm.probe: {"sync/probe_abs_diff": 0.09},
     Alarm.ess: {ESS: 0.4},
     Alarm.non_finite: {"optim/skipped": 2.0, "optim/updates": 2.0},
@@ -136,7 +136,7 @@ def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
 
 def test_what_is_no_number_is_beyond_every_bound() -> None:
     assert said(Alarms(), [{ESS: math.nan}] * 5) == [("ess", True, 5)]
-    assert said(Alarms(), [{K3: math.nan}] * 5) == [("mismatch", True, 5)]
+    assert said(Alarms(), [{MISMATCH: math.nan}] * 5) == [("mismatch", True, 5)]
 
 
 def test_a_step_that_does_not_measure_counts_neither_way() -> None:

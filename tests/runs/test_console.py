@@ -2,16 +2,14 @@
 
 import math
 import os
-from collections.abc import Callable
 from io import StringIO
 from itertools import chain, repeat
 from pathlib import Path
 
-import pytest
 import torch
 from rich.console import Console
 from rollouts import rollout
-from run_factory import make_run, start
+from run_factory import make_run
 
 from megatron_rl.runs import console
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
@@ -40,19 +38,6 @@ def test_a_pipe_gets_one_plain_line_per_step():
     display.step(3, METRICS, 75.0)
     display.close()
     assert stream.getvalue() == "step  3/20  reward 0.500  grad nan  1.50 s  left 1m15s\n"
-
-
-@pytest.mark.parametrize("display", [console.PlainDisplay, live])
-def test_a_run_that_may_end_sooner_has_at_most_so_much_left(
-    display: Callable[[int, StringIO], console.Display], tmp_path: Path
-) -> None:
-    stream = StringIO()
-    shown = display(20, stream)
-    with start(tmp_path / "run", display=shown, steps=20, sooner=True) as recorder:
-        recorder.log(1, METRICS)
-        recorder.log(2, METRICS)
-    assert "at most " in stream.getvalue()
-    assert "  left at most " in (recorder.run.logs / "driver.log").read_text()
 
 
 def test_a_terminal_gets_a_table_and_keeps_the_notes():

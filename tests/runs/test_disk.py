@@ -42,4 +42,5 @@ def test_lines_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     room[0] = 1000
     lines.write("b")
     assert path.read_bytes() == b"torn\n" + (b"a" * 29 + b"\n") * 5 + b"b\n"
-    assert lines.close() == 0
+    lines.close()
+    assert lines.waiting == 0

@@ -223,7 +223,7 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     )
     ages = {
         one.label: one.tokens
-        for one in recorded_breakdowns(path, policy_version=5)
+        for one in recorded_breakdowns(load_recorded(path), policy_version=5)
         if one.by == "staleness"
     }
     assert ages == {"1": n - n // 2, "2": int(batch.mask_N.sum()) - (n - n // 2)}

@@ -42,7 +42,7 @@ def test_some_steps_of_the_middle_are_shown_with_what_else_happened_then(lanes: 
     sampler = [one for one in found if one.lane == "sampler"]
     assert [one.step for one in sampler] == [6, 7, 8]
     assert all(0 <= one.begin < one.end <= 2.71 for one in found)
-    assert {one.row for one in found} == {"sampler", "learner"}
+    assert {one.lane for one in found} == {"sampler", "update"}
 
 
 def test_a_run_without_lanes(tmp_path: Path) -> None:

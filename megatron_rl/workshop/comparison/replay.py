@@ -14,7 +14,7 @@ from megatron_rl.rollout_correction.correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.reports.run_data import readable, session_table
+from megatron_rl.workshop.reports.run_data import reading, session_table
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "rollout_is_eff_sample_size": ("ESS", ".4f"),
@@ -42,7 +42,10 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
             f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded"
         )
     problems: list[str] = []
-    recorded = [one for _, path in files if (one := readable(path, load_recorded, None, problems))]
+    recorded = []
+    for _, path in files:
+        with reading(path, problems):
+            recorded.append(load_recorded(path))
     if not recorded:
         raise ConfigError("\n".join(problems))
     if any(one.prox_logprobs_N is None for one in recorded):

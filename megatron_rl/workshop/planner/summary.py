@@ -1,7 +1,6 @@
 """Summary of a checked recipe, for `megatron-rl train --dry-run`; `plan` has some of its rows."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.evaluation import held_out
@@ -24,7 +23,7 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
     if config.run.stop:
         steps += f", or {config.run.stop}"
     rows = [
-        ("run", str(Path(config.run.root) / str(config.run.name))),
+        ("run", str(config.run.folder)),
         ("machine", str(checked.machine)),
         ("model", f"{config.model.path}, {millions:.2f}M parameters, {config.model.init}"),
         ("learner", f"{layout.world} ranks ({axes(layout)}), {arithmetic(learner)}"),

@@ -137,7 +137,6 @@ def curves(
     y_title: str = "",
     smooth: bool = False,
     markers: bool = False,
-    errors: bool = False,
     first_step: int = 0,
     scale: float = 1.0,
     from_zero: bool = False,
@@ -145,8 +144,8 @@ def curves(
 ) -> go.Figure | None:
     """Chart of metrics; `names`: metric -> label.
 
-    `smooth`: the values are a pale line behind their running mean. `errors`: a metric with a
-    standard error has a band.
+    `smooth`: the values are a pale line behind their running mean. A metric with a standard error
+    has a band.
     """
     figure = go.Figure()
     several = len(runs) > 1
@@ -159,7 +158,7 @@ def curves(
             paint = colour(number if several else index)
             look: dict[str, Any] = {"dash": DASHES[index % len(DASHES)] if several else "solid"}
             error = run.series(f"{name}_stderr", first_step)
-            if errors and error.steps == series.steps and len(values) > 1:
+            if error.steps == series.steps and len(values) > 1:
                 low, high = (
                     [y + side * e for y, e in zip(values, error.values, strict=True)]
                     for side in (-1, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from megatron_rl.rollout_correction.breakdown import pooled
-from megatron_rl.workshop.reports.charts import MUTED, PALETTE, add_line, colour, layout
+from megatron_rl.workshop.reports.charts import PALETTE, add_line, colour, layout
 from megatron_rl.workshop.reports.run_data import ROWS, RunData
 
 TIME_PHASES = {
@@ -68,7 +68,7 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
     if not found:
         return None
     counts = [len(tokens.log_ratio) for _, _, tokens in found]
-    bounds = {bound for _, run, _ in found for bound in weight_bounds(run) if bound}
+    bounds = {bound for _, run, _ in found for bound in weight_bounds(run)}
     widest = [float(np.quantile(np.abs(one.log_ratio), 0.9995)) for _, _, one in found]
     reach = min(1.1 * max(0.05, *widest, *(abs(math.log(bound)) for bound in bounds)), REACH)
     edges = np.linspace(-reach, reach, 82 if min(counts) > 5000 else 42)
@@ -98,12 +98,12 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
     return figure.update_yaxes(type="log", exponentformat="power", dtick=1)
 
 
-def weight_bounds(run: RunData) -> list[float | None]:
+def weight_bounds(run: RunData) -> list[float]:
     """Bounds that clamp a token's ratio; empty for sequence weights, which clamp another ratio."""
     if run.setting("correction.weight.level", "none") != "token":
         return []
-    bounds = [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
-    return [bound if isinstance(bound, int | float) else None for bound in bounds]
+    bounds = [run.setting(f"correction.weight.{side}") for side in ("low", "high")]
+    return [bound for bound in bounds if isinstance(bound, int | float) and bound > 0]
 
 
 def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | None:
@@ -159,16 +159,16 @@ def lanes(runs: Sequence[RunData]) -> go.Figure | None:
     if not any(one.lane == "sampler" for one in spans):
         return None
     figure = go.Figure()
-    for lane in dict.fromkeys(lane for lanes in ROWS.values() for lane in lanes):
+    for row, lane in ((row, lane) for row, lanes in ROWS.items() for lane in lanes):
         if mine := [one for one in spans if one.lane == lane]:
             figure.add_bar(
                 x=[one.end - one.begin for one in mine],
-                y=[one.row for one in mine],
+                y=[row] * len(mine),
                 base=[one.begin for one in mine],
                 customdata=[one.step for one in mine],
                 hovertemplate="step %{customdata}: %{x:.3f} s",
                 orientation="h",
-                marker={"color": LANE_COLOURS.get(lane, MUTED), "line": {"width": 0}},
+                marker={"color": LANE_COLOURS[lane], "line": {"width": 0}},
                 name=LANE_NAMES.get(lane, lane),
             )
     layout(figure, x_title="seconds", legend=True, hover="closest")

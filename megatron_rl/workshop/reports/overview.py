@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,10 +14,9 @@ from rich.text import Text
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.processes.process import printable
-from megatron_rl.runs.console import TREND, duration, sparkline
-from megatron_rl.runs.metrics import accuracies
+from megatron_rl.runs.console import TREND, duration, shown, sparkline
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.runs.status import ENDED
+from megatron_rl.runs.status import ENDED, seconds_since
 from megatron_rl.workshop.reports.run_data import RunData, load_run
 
 RECENT = 10  # steps, of which the rate is shown
@@ -87,7 +85,9 @@ def _rows(run: RunData) -> Iterator[tuple[str, str]]:
     yield "step", ", ".join(parts)
     yield from _curves(run)
     yield from (("alarm", text) for text in _alarms(run.status.get("alarms")))
-    if run.status.get("state") == "running" and (silent := _since(run.status.get("heartbeat"))):
+    if run.status.get("state") == "running" and (
+        silent := seconds_since(run.status.get("heartbeat"))
+    ):
         yield "sign of life", f"{duration(silent)} ago"
     kept = checkpoints.steps(RunDir(run.path).checkpoints)
     yield "checkpoint", f"step {kept[0]}, {len(kept)} kept" if kept else "none"
@@ -96,8 +96,7 @@ def _rows(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _curves(run: RunData) -> Iterator[tuple[str, str]]:
-    evaluated = accuracies({name: None for line in run.lines for name in line})
-    for name, label, form in (*((name, label, ".3f") for name, label in evaluated.items()), *SHOWN):
+    for name, label, form in shown({name for line in run.lines for name in line}, SHOWN):
         values = run.series(name)
         if values:
             yield label, f"{values.finite[-1]:{form}}  {sparkline(values.values[-TREND:])}"
@@ -108,10 +107,3 @@ def _alarms(given: Any) -> Iterator[str]:
     for name, about in given.items() if isinstance(given, Mapping) else ():
         known = about if isinstance(about, Mapping) else {}
         yield ", ".join([str(name), *(f"{key} {value}" for key, value in known.items())])
-
-
-def _since(moment: Any) -> float | None:
-    try:
-        return max((datetime.now(UTC) - datetime.fromisoformat(str(moment))).total_seconds(), 0.0)
-    except (ValueError, TypeError):
-        return None

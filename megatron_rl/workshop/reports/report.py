@@ -4,7 +4,6 @@ cause of the end.
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from megatron_rl.files import last_lines, write_whole
 from megatron_rl.runs.alarms import RULES, Alarms, News
 from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
+from megatron_rl.runs.metrics_file import MISMATCH, SAMPLE_SIZE
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import pages
 from megatron_rl.workshop.reports.charts import colour
 from megatron_rl.workshop.reports.pages import Named, Table
-from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, readable
+from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, reading
 from megatron_rl.workshop.reports.sample_section import answers
 from megatron_rl.workshop.reports.sections import sections, supervised
 
@@ -29,6 +29,12 @@ LAYOUT = {
     "EP": "expert_parallel",
     "CP": "context_parallel",
 }
+# medians in the headline of a run whose responses were sampled: label, metric, format
+OF_SAMPLER = (
+    ("Rollout tokens/s", "perf/rollout_tokens_per_s", ",.0f"),
+    ("Mismatch KL (k3)", MISMATCH, ".2e"),
+    ("Effective sample size", SAMPLE_SIZE, ".1%"),
+)
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
@@ -52,7 +58,7 @@ def about(runs: Sequence[RunData]) -> dict[str, Any]:
         "names": names,
         "state": str(first.status.get("state", "unknown")),
         "reason": str(first.status.get("reason") or ""),
-        "setup": setup(first) if len(runs) == 1 else "",
+        "setup": setup(first),
         "causes": [cause for run in runs if (cause := _cause(run))],
         "numbers": headline_numbers(first),
         "summary": _summary(runs, names),
@@ -79,22 +85,16 @@ def headline_numbers(run: RunData) -> dict[str, str]:
     accuracy = run.series("eval/accuracy").finite
     step_time = run.total("time/step", 1)
     sync_time = run.total("time/sync", 1)
-    throughput = run.median("perf/rollout_tokens_per_s")
-    kl = run.median("rollout_corr/k3_kl")
-    ess = run.median("rollout_corr/rollout_is_eff_sample_size")
     planned = run.status.get("steps") or run.setting("run.steps", "?")
     numbers = {}
     if len(accuracy) > 1:
         numbers["Held-out accuracy"] = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"
     numbers["Steps"] = f"{run.steps} of {planned}"
     numbers["Wall time"] = duration(run.total("time/step"))
-    if not supervised(run):
-        if throughput is not None:
-            numbers["Rollout tokens/s"] = f"{throughput:,.0f}"
-        if kl is not None:
-            numbers["Mismatch KL (k3)"] = f"{kl:.2e}"
-        if ess is not None:
-            numbers["Effective sample size"] = f"{ess:.1%}"
+    for label, metric, form in OF_SAMPLER:
+        value = run.median(metric)
+        if value is not None and not supervised(run):
+            numbers[label] = f"{value:{form}}"
     if step_time and sync_time:
         numbers["Weight sync"] = f"{sync_time / step_time:.1%} of a step"
     return numbers
@@ -102,7 +102,9 @@ def headline_numbers(run: RunData) -> dict[str, str]:
 
 def setup(run: RunData) -> str:
     """Formats, layout, correction and loss in one line, as far as the configuration is readable."""
-    return readable(RunDir(run.path).config, lambda _: _setup(run), "", run.unreadable)
+    with reading(RunDir(run.path).config, run.unreadable):
+        return _setup(run)
+    return ""
 
 
 def _setup(run: RunData) -> str:
@@ -132,13 +134,12 @@ def _formats(run: RunData) -> list[Any]:
 def _cause(run: RunData) -> dict[str, str] | None:
     """Cause of a failure, with the end of its log."""
     cause = Cause.read(run.status.get("cause"))
-    state = run.status.get("state")
     if cause is None:
         return None
     lines: list[str] = []
-    for log in run.logs():
-        if state == "failed" and cause.log.endswith(f"{log.parent.name}/{log.name}"):
-            lines = last_lines(log, LOG_LINES)
+    if run.status.get("state") == "failed":
+        log = Path(cause.log)  # where the run was; its folder may have been moved since
+        lines = last_lines(run.path / "logs" / log.parent.name / log.name, LOG_LINES)
     return {
         "title": f"{run.name}: {cause.name}",
         "paragraph": cause.paragraph(),
@@ -172,17 +173,17 @@ def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
 def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
-        nothing: list[tuple[News, str]] = []
-        for news, steps in readable(
-            RunDir(run.path).config, partial(raised_alarms, run), nothing, run.unreadable
-        ):
+        raised: list[tuple[News, str]] = []
+        with reading(RunDir(run.path).config, run.unreadable):
+            raised = raised_alarms(run)
+        for news, steps in raised:
             rule = RULES[news.alarm]
             bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
             rows.append([name, news.alarm, steps, f"{news.value:.3g}", bound, rule.action])
     return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def raised_alarms(run: RunData, _: Path | None = None) -> list[tuple[News, str]]:
+def raised_alarms(run: RunData) -> list[tuple[News, str]]:
     """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
     found: list[tuple[News, str]] = []

@@ -3,12 +3,13 @@ recorded tokens, their mismatch by cuts, and a table of it for sessions.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +20,10 @@ from megatron_rl.files import read_json, read_whole
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
-from megatron_rl.runs.rollout_file import (
-    STEP,
-    Recorded,
-    arrays,
-    load_recorded,
-    read_rollouts,
-    recorded_steps,
-)
+from megatron_rl.runs.rollout_file import STEP, Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
-T = TypeVar("T")
-Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
@@ -52,21 +44,15 @@ class NotARun(ConfigError):
 
 @dataclass(frozen=True)
 class Tokens:
-    """Trained-on response tokens of the recorded steps, one entry each."""
+    """Trained-on response tokens of recorded steps with both logprobs, one entry each."""
 
-    sampler_logprobs: np.ndarray
-    prox_logprobs: np.ndarray
+    log_ratio: np.ndarray  # learner's logprob less the sampler's
     weights: np.ndarray  # NaN where the correction dropped the token, or none were recorded
-
-    @property
-    def log_ratio(self) -> np.ndarray:
-        return np.clip(self.prox_logprobs - self.sampler_logprobs, -20.0, 20.0)
 
 
 class Lane(NamedTuple):
     """A span of a chart: seconds since the chart's beginning."""
 
-    row: str
     lane: str
     step: int
     begin: float
@@ -102,40 +88,41 @@ class RunData(Curves):
     @cached_property
     def tokens(self) -> Tokens | None:
         """None without recorded steps that hold both logprobs."""
-        parts: list[Rows] = []
-        for _, path in self._recorded():
-            parts += readable(path, _tokens_of, list[Rows](), self.unreadable)
-        if not any(len(mu) for mu, _, _ in parts):
+        parts, _ = self._recorded
+        if not any(len(one.weights) for one in parts):
             return None
-        return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return Tokens(
+            np.concatenate([one.log_ratio for one in parts]),
+            np.concatenate([one.weights for one in parts]),
+        )
 
     @cached_property
     def mismatch(self) -> list[Slice]:
         """The recorded steps along every cut; the policy that step N ought to sample from has
         version N - 1.
         """
-        parts: list[Slice] = []
-        for step, path in self._recorded():
-            read = partial(recorded_breakdowns, policy_version=step - 1)
-            parts += readable(path, read, list[Slice](), self.unreadable)
-        return pooled(parts)
+        return pooled(self._recorded[1])
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        return readable(self.path / "lanes.jsonl", read_lanes, list[Lane](), self.unreadable)
+        path = RunDir(self.path).lanes
+        with reading(path, self.unreadable):
+            return read_lanes(path)
+        return []
 
-    def logs(self) -> list[Path]:
-        """Logs of every attempt."""
-        return sorted((self.path / "logs").glob("attempt_*/*.log"))
-
-    def _recorded(self) -> list[tuple[int, Path]]:
-        steps = recorded_steps(RunDir(self.path).rollouts)
-        picks = np.linspace(
-            0,
-            len(steps) - 1,
-            min(len(steps), RECORDED_STEPS),
-        ).round()
-        return [steps[int(pick)] for pick in picks]
+    @cached_property
+    def _recorded(self) -> tuple[list[Tokens], list[Slice]]:
+        """Tokens and breakdowns of some of the recorded steps, evenly spread."""
+        files = recorded_steps(RunDir(self.path).rollouts)
+        tokens: list[Tokens] = []
+        slices: list[Slice] = []
+        for pick in np.linspace(0, len(files) - 1, min(len(files), RECORDED_STEPS)).round():
+            _, path = files[int(pick)]
+            with reading(path, self.unreadable):
+                recorded = load_recorded(path)
+                tokens += _tokens_of(recorded)
+                slices += recorded_breakdowns(recorded, recorded.version)
+        return tokens, slices
 
 
 def load_run(path: Path) -> RunData:
@@ -146,15 +133,18 @@ def load_run(path: Path) -> RunData:
             "runs/NAME"
         )
     problems: list[str] = []
-    config = readable(run.config, _mapping, dict[str, Any](), problems)
-    env = readable(run.env, read_json, dict[str, Any](), problems)
-    readable(run.status, read_json, dict[str, Any](), problems)
-    lines, torn = readable(
-        run.metrics,
-        read_lines,
-        (list[dict[str, float]](), 0),
-        problems,
-    )
+    config: dict[str, Any] = {}
+    env: dict[str, Any] = {}
+    lines: list[dict[str, float]] = []
+    torn = 0
+    with reading(run.config, problems):
+        config = _mapping(run.config)
+    with reading(run.env, problems):
+        env = read_json(run.env)
+    with reading(run.status, problems):
+        read_json(run.status)
+    with reading(run.metrics, problems):
+        lines, torn = read_lines(run.metrics)
     if torn:
         problems.append(f"{run.metrics.name}: {torn} lines are incomplete or without a step")
     for file in sorted(run.rollouts.glob("*.parquet")):
@@ -165,16 +155,16 @@ def load_run(path: Path) -> RunData:
     )
 
 
-def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
+@contextmanager
+def reading(path: Path, problems: list[str]) -> Iterator[None]:
     """Read a file that may be corrupt: an error goes to `problems`, and the rest is still shown."""
     try:
-        return read(path)
+        yield
     except Exception as error:
         text = " ".join(str(error).split())[:LONGEST_PROBLEM]
         problem = f"{path.parent.name}/{path.name}: {type(error).__name__}: {text}"
         if problem not in problems:
             problems.append(problem)
-        return otherwise
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -203,12 +193,8 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     }
 
 
-def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
+def recorded_breakdowns(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
     """The breakdowns of one recorded step; none where it holds no learner logprobs."""
-    return _breakdowns(load_recorded(path), policy_version)
-
-
-def _breakdowns(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
     if recorded.prox_logprobs_N is None:
         return []
     return breakdowns(
@@ -225,7 +211,9 @@ def session_table(recorded: Iterable[Recorded]) -> str:
 
     Begins with an empty line; empty where there are no sessions, or no learner logprobs.
     """
-    parts = pooled(part for one in recorded for part in _breakdowns(one) if part.by in OF_SESSIONS)
+    parts = pooled(
+        part for one in recorded for part in recorded_breakdowns(one) if part.by in OF_SESSIONS
+    )
     if not parts:
         return ""
     rows = [
@@ -243,26 +231,17 @@ def session_table(recorded: Iterable[Recorded]) -> str:
     return "\n".join(["\n", *table(BREAKDOWN, rows)])
 
 
-def _tokens_of(path: Path) -> list[Rows]:
-    parts = []
-    rows = read_rollouts(path)
-    names = ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")
-    columns = [arrays(rows, name) for name in names]
-    for mu, p, weights, kept, mask in zip(*columns, strict=True):
-        if p is None or mu is None:
-            continue
-        w = np.full(len(mu), np.nan) if weights is None else weights
-        if kept is not None:
-            w = np.where(kept, w, np.nan)
-        use = mask & np.isfinite(mu) & np.isfinite(p)
-        parts.append(
-            (
-                mu[use].astype(float),
-                p[use].astype(float),
-                w[use].astype(float),
-            )
-        )
-    return parts
+def _tokens_of(recorded: Recorded) -> Iterator[Tokens]:
+    """Tokens of one recorded step; nothing where it holds no learner logprobs."""
+    if recorded.prox_logprobs_N is None:
+        return
+    mu_N = recorded.batch.sampler_logprobs_N.double()
+    d_N = recorded.prox_logprobs_N.double() - mu_N
+    use_N = recorded.batch.mask_N & d_N.isfinite()
+    weights_N = recorded.weights_N
+    if weights_N is None:
+        weights_N = d_N.new_full(d_N.shape, math.nan)
+    yield Tokens(d_N[use_N].clamp(-20.0, 20.0).numpy(), weights_N[use_N].double().numpy())
 
 
 def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
@@ -282,16 +261,9 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
         return []
     start = min(begin for _, begin, _ in window)
     stop = max(end for _, _, end in window)
-    row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
     return [
-        Lane(
-            row_of[lane],
-            lane,
-            step,
-            max(begin, start) - start,
-            min(end, stop) - start,
-        )
+        Lane(lane, step, max(begin, start) - start, min(end, stop) - start)
         for step, spans in sorted(lines.items())
         for lane, begin, end in spans
-        if lane in row_of and end > start and begin < stop
+        if end > start and begin < stop
     ]

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow.compute as pc
 
 from megatron_rl.runs.console import finding
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps, session_of
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.reports.run_data import RunData, readable
+from megatron_rl.types import Session
+from megatron_rl.workshop.reports.run_data import RunData, reading
 
 PROMPT = 1500  # characters
 # tokens of a long answer
@@ -30,16 +31,15 @@ class Span(NamedTuple):
 
 def answers(run: RunData) -> list[Answer]:
     steps = recorded_steps(RunDir(run.path).rollouts)
-    found = list[Answer]()
+    found: list[Answer] = []
     for step, path in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        found += readable(path, partial(_of_step, step), list[Answer](), run.unreadable)
+        with reading(path, run.unreadable):
+            found += _of_step(step, path)
     return found
 
 
 def _of_step(step: int, path: Path) -> list[Answer]:
     table = read_rollouts(path)
-    if "pieces" not in table.column_names:
-        return []
     return [
         _answer(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()
     ]
@@ -57,25 +57,25 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
     ]
     if known:
         facts.append(f"mean |d| {sum(known) / len(known):.3f}")
-    if session := session_of(row.get("session")):
+    session = session_of(row["session"])
+    if session:
         calls = sum(turn.tool_calls for turn in session.turns)
         facts.append(f"{len(session.turns)} turns, {calls} tool calls, ended: {session.end}")
         if session.rows > 1:
-            facts.append(f"branch {(row.get('row') or 0) + 1} of {session.rows}")
+            facts.append(f"branch {row['row'] + 1} of {session.rows}")
     return {
         "kind": "right" if row["verdict"] == "right" else "other",
         "facts": " · ".join(facts),
         "prompt": row["prompt"][-PROMPT:],
-        "spans": list(spans(_with_speakers(row), differences)),
+        "spans": list(spans(_with_speakers(row, session), differences)),
         "truth": None if row["truth"] is None else str(row["truth"])[:300],
     }
 
 
-def _with_speakers(row: Mapping[str, Any]) -> list[str]:
+def _with_speakers(row: Mapping[str, Any], session: Session | None) -> list[str]:
     """The text of each token; of a session, with who begins to speak there."""
-    turns = row.get("turns") or []
+    turns = row["turns"] or []
     pieces = list(row["pieces"])
-    session = session_of(row.get("session"))
     for place, turn in enumerate(turns):
         if place and turn == turns[place - 1]:
             continue
@@ -92,9 +92,10 @@ def _differences(row: Mapping[str, Any]) -> list[float]:
     """p - mu of each token; NaN where the environment wrote it."""
     if row["prox_logprobs"] is None:
         return [math.nan] * len(row["token_ids"])
-    found = [p - mu for p, mu in zip(row["prox_logprobs"], row["sampler_logprobs"], strict=True)]
-    turns = row.get("turns") or [0] * len(found)
-    return [value if turn >= 0 else math.nan for value, turn in zip(found, turns, strict=True)]
+    d = np.subtract(row["prox_logprobs"], row["sampler_logprobs"])
+    if row["turns"]:
+        d[np.array(row["turns"]) < 0] = math.nan
+    return list(d)
 
 
 def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[Span]:

@@ -84,16 +84,14 @@ def _learning(runs: Sequence[RunData]) -> list[Panel]:
         "reward/sampler_mean" if sampled else "reward/mean": "reward",
         "reward/learner_estimate": "learner estimate",
     }
-    sets = accuracies({name: None for run in runs for line in run.lines for name in line})
+    sets = accuracies({name for run in runs for line in run.lines for name in line})
     accuracy = {name: "accuracy" if label == "eval" else label for name, label in sets.items()}
     held_out = "On each evaluated set; the band is its standard error"
     loss = {"loss/total": "loss"}
     return [
         _curves(runs, "Reward", f"{about}; bold: running mean", reward, sampled=True, smooth=True),
         _curves(runs, "Loss", "The one whose gradient was taken", loss, smooth=True),
-        _curves(
-            runs, "Held-out accuracy", held_out, accuracy, markers=True, errors=True, y_range=UNIT
-        ),
+        _curves(runs, "Held-out accuracy", held_out, accuracy, markers=True, y_range=UNIT),
     ]
 
 
