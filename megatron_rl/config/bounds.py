@@ -69,21 +69,15 @@ def is_weight(value: Any) -> bool:
 
 
 def is_source(value: Any) -> bool:
-    """A file, or several with a weight each."""
-    if isinstance(value, Mapping):
-        return bool(value) and all(
-            isinstance(path, str) and is_weight(weight) for path, weight in value.items()
-        )
-    return isinstance(value, str)
+    """A file, or several with a weight above 0 each."""
+    return is_reward(value, is_weight)
 
 
-def is_reward(value: Any) -> bool:
+def is_reward(value: Any, weighs: Callable[[Any], bool] = is_number) -> bool:
     """A name, or several with a weight each."""
     if isinstance(value, Mapping):
-        return (
-            bool(value)
-            and all(isinstance(name, str) for name in value)
-            and all(map(is_number, value.values()))
+        return bool(value) and all(
+            isinstance(name, str) and weighs(weight) for name, weight in value.items()
         )
     return isinstance(value, str)
 

@@ -2,12 +2,12 @@
 recipe's alarm setting.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.bounds import is_number
 from megatron_rl.loss.table import LOSSES
 
 # `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes
@@ -205,9 +205,4 @@ def alarm_setting(value: Any) -> AlarmSetting | None:
 
 
 def _is_bound(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    )
+    return is_number(value) and value >= 0

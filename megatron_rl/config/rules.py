@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import correction_rules, schema
+from megatron_rl.config import schema
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.choices import Alarm, alarm_setting
-from megatron_rl.config.correction_rules import Findings, check_objective
+from megatron_rl.config.correction_rules import Findings, check_objective, corrects
 from megatron_rl.config.plain_yaml import redact
+from megatron_rl.loss.table import LOSSES
 
 Rule = Callable[..., Iterable[Any]]
 
@@ -42,7 +43,7 @@ def answers(
             found.add("correction.anchor", f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", f"{way_out} false")
-    elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
+    elif estimator == schema.Estimator.none and not LOSSES[loss.name].supervised:
         found.add(
             "advantage.estimator",
             "every sampled answer would count the same, whatever its reward; use grpo",
@@ -84,7 +85,7 @@ def supervised(
 ) -> Iterator[str]:
     if not rollout.supervised:
         return
-    if loss.name not in correction_rules.SUPERVISED:
+    if not LOSSES[loss.name].supervised:
         yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
     if advantage.estimator != schema.Estimator.none:
         yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
@@ -155,7 +156,7 @@ def ahead(
         return
     if rollout.supervised:
         yield f"{key}, but the data set's own answers are there already; use 0"
-    elif not correction_rules.corrects(correction, loss):
+    elif not corrects(correction, loss):
         yield (
             f"{key} trains on answers of older policies, and nothing here corrects for that: use "
             "correction=tis (a cap on each token's weight), geo_mask_tis (answers that have "
@@ -283,7 +284,7 @@ def environment(
         )
         found.add("reward.overlong_buffer", way_out)
     if credit != schema.Credit.outcome:
-        if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
+        if LOSSES[loss.name].per_row or LOSSES[loss.name].selects:
             found.add(
                 "environment.credit",
                 f"loss.name={loss.name} knows one advantage a row; use outcome",
