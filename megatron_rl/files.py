@@ -60,6 +60,14 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def publish_folder(partial: Path, target: Path) -> None:
+    """Rename a complete folder; the names in it, and its own, are then on the disk."""
+    for folder in (*(entry for entry in partial.rglob("*") if entry.is_dir()), partial):
+        fsync(folder)
+    partial.rename(target)
+    fsync(target.parent)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link (not its target) or a folder with its content, as far as permitted."""
     if path.is_dir() and not path.is_symlink():

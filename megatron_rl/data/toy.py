@@ -57,30 +57,26 @@ SHRUNK = frozenset(
 @dataclass(frozen=True)
 class ToyTask:
     """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of
-    them are never trained on. An answer of several `terms` applies `+b` again to each: 127+8= is
-    135 143 151 ...
+    them are never trained on. An answer of several `terms` adds b again to each: 127+8= is 135 143
+    151 ...
     """
 
     smallest: int = 0
     largest: int = 999
     largest_second: int = 9
-    operators: str = "+"
     terms: int = 1
     held_out: int = 256
     seed: int = 1
 
     def problems(self) -> list[dict[str, str]]:
         return [
-            {"prompt": f"{a}{operator}{b}=", "answer": " ".join(self._answers(a, operator, b))}
-            for operator in self.operators
+            {
+                "prompt": f"{a}+{b}=",
+                "answer": " ".join(str(a + b * term) for term in range(1, self.terms + 1)),
+            }
             for a in range(self.smallest, self.largest + 1)
             for b in range(self.largest_second + 1)
         ]
-
-    def _answers(self, a: int, operator: str, b: int) -> Iterator[str]:
-        for _ in range(self.terms):
-            a = {"+": a + b, "-": a - b, "*": a * b}[operator]
-            yield str(a)
 
 
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)

@@ -69,12 +69,7 @@ class _Reply(msgspec.Struct):
     """A reward runs in the worker, and may write what it likes into its channel."""
 
     id: int
-    verdict: Verdict
-    score: float = 0.0
-    error: str | None = None
-    details: dict[str, float] = {}
-    answer: str | None = None
-    away: bool = False
+    score: Score
 
 
 class RewardPool:
@@ -100,11 +95,7 @@ class RewardPool:
         shares = [tasks[index::count] for index in range(count)]
         waiting = heartbeat.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S)
         with self._turn, waiting:
-            done = list(
-                self._threads.map(
-                    lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)
-                )
-            )
+            done = list(self._threads.map(_Worker.score, self._workers, shares))
         return [done[index % count][index // count] for index in range(len(tasks))]
 
     def close(self) -> None:
@@ -260,16 +251,7 @@ class _Worker:
                         *scores,
                         Score(0.0, Verdict.error, "the reward worker answered out of turn"),
                     ]
-                scores.append(
-                    Score(
-                        reply.score,
-                        reply.verdict,
-                        reply.error,
-                        reply.details,
-                        reply.answer,
-                        reply.away,
-                    )
-                )
+                scores.append(reply.score)
                 self._breaker.note(False)
         except TimeoutError:
             self.stop()

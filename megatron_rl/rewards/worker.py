@@ -56,14 +56,15 @@ def main(descriptor: int, parent: int) -> None:
     itself = os.getpid()
     while True:
         message = channel.receive()
-        reply = judge(rewards, message["task"])
+        score = judge(rewards, message["task"])
         if os.getpid() != itself:
             # a child that the reward has forked and let go on: the channel is not its own
             os._exit(0)
-        channel.send({"id": message["id"], **reply})
+        channel.send({"id": message["id"], "score": score})
 
 
 def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
+    """Fields of the score (`pool.Score`)."""
     try:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
@@ -71,12 +72,15 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
         text = "".join(traceback.format_exception_only(error)).strip()
         # whatever a library has made of it
         away = AWAY.search("".join(traceback.format_exception(error))) is not None
-        return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR]), "away": away}
+        error_text = _sendable(text[:MAX_ERROR])
+        return {"reward": 0.0, "verdict": Verdict.error, "error": error_text, "away": away}
+    score: dict[str, Any] = {"reward": judged.score, "verdict": judged.verdict}
     if judged.verdict == Verdict.timeout:
-        return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
-    details = {_sendable(name): number for name, number in judged.details.items()}
-    said = {"verdict": judged.verdict, "score": judged.score, "details": details}
-    return said | ({} if judged.answer is None else {"answer": _short(judged.answer)})
+        return score | {"reward": 0.0, "error": "the verifier stopped at its own time limit"}
+    score["details"] = {_sendable(name): number for name, number in judged.details.items()}
+    if judged.answer is not None:
+        score["answer"] = _short(judged.answer)
+    return score
 
 
 def _sendable(text: str) -> str:

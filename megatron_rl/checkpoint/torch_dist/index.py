@@ -4,14 +4,13 @@ unpickled (pickled.py), and every number in it is held against the files. Torch-
 """
 
 import math
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, read_pickle
-from megatron_rl.files import read_json
+from megatron_rl.files import read_json, read_whole
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
@@ -104,10 +103,9 @@ def read_index(folder: Path) -> dict[str, IndexedTensor]:
 
 
 def _content(path: Path) -> Made:
-    if path.stat().st_size > LARGEST_INDEX or not path.is_file():
-        raise ValueError(f"{path} is no file of at most {LARGEST_INDEX} bytes")
+    content = read_whole(path, LARGEST_INDEX)
     try:
-        found = read_pickle(path.read_bytes(), _NAMES)
+        found = read_pickle(content, _NAMES)
     except ValueError as error:
         raise ValueError(f"{path} is unreadable: {error}") from None
     if not any(_is(found, name) for name in _INDEXES):
@@ -129,7 +127,8 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
         if not isinstance(name, str) or not isinstance(file, str) or transforms:
             raise ValueError("a place in it is none")
         if file not in sizes:
-            sizes[file] = _size_of(folder, file)
+            refuse_links_out(folder, [file])
+            sizes[file] = (folder / file).stat().st_size
         if not (_is_count(begin) and _is_count(nbytes)) or begin + nbytes > sizes[file]:
             raise ValueError(f"it places {name} beyond the {sizes[file]} bytes of {file}")
         place = name, () if offset is None else _numbers(offset)
@@ -137,16 +136,6 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
             raise ValueError(f"it places a part of {name} twice")
         places[place] = file, begin, nbytes
     return places
-
-
-def _size_of(folder: Path, file: str) -> int:
-    if Path(file).name != file:
-        raise ValueError(f"it names {file[:200]!r}, which is no file of its folder")
-    refuse_links_out(folder, [file])
-    about = (folder / file).stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{file} is no file")
-    return about.st_size
 
 
 def _kept(

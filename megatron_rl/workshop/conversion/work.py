@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from megatron_rl.files import fsync, remove, write_whole
+from megatron_rl.files import publish_folder, remove, write_whole
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
@@ -41,10 +41,7 @@ class Work:
             "versions": {name: metadata.version(name) for name in PACKAGES},
         }
         write_whole(self.path / PARITY, json.dumps(certificate, indent=1) + "\n")
-        for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
-            fsync(folder)
-        self.path.rename(self.target)
-        fsync(self.target.parent)
+        publish_folder(self.path, self.target)
 
 
 def partial_of(target: Path) -> Path:
