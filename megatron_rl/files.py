@@ -96,7 +96,8 @@ def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= largest:
-            return file.read(largest) or b""  # none where the kernel has nothing to say
+            # a file of /proc has no size; none where the kernel has nothing to say
+            return file.read(size or largest) or b""
     raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {largest}", str(path))
 
 

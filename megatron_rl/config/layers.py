@@ -218,7 +218,9 @@ def cluster(name: object) -> dict[str, Any]:
 def _preset(section: str, name: object) -> dict[str, Any]:
     known = presets(section)
     if not isinstance(name, str) or name not in known:
-        near = difflib.get_close_matches(Path(as_written(name)).stem.lower(), known, n=1)
+        near = []
+        if isinstance(name, str):
+            near = difflib.get_close_matches(Path(name).stem.lower(), known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         kind = "cluster" if section == CLUSTER else "preset"
         ways_out = f"{hint}{kind}s are {', '.join(known)}{OTHERWISE.get(section, '; or write a section of keys')}"

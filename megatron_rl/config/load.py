@@ -103,8 +103,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     text = str(merged)
     # one that calls a function is not resolved, not even behind another key: `misfits` refuses it
     if "${" in text and not RESOLVER.search(text):
-        whole = OmegaConf.merge(asdict(Config()), merged)
-        merged = {name: _interpolated(one, whole, name) for name, one in merged.items()}
+        merged = _interpolated(merged)
     wrong = list(misfits(merged, Config))
     if wrong:  # those keys stand at their defaults
         merged = {
@@ -120,23 +119,17 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     ]
 
 
-def _interpolated(value: Any, within: Any, name: Any) -> Any:
-    """The value of `within[name]`, its references to other keys replaced by what these hold."""
-    if isinstance(value, Mapping):
-        return {key: _interpolated(one, within[name], key) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_interpolated(one, within[name], index) for index, one in enumerate(value)]
-    if "${" not in str(value):
-        return value
+def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
+    """The mapping, its references to other keys replaced by what these hold."""
+    whole: Any = OmegaConf.merge(asdict(Config()), given)
     try:
-        found = within[name]
+        found: Any = OmegaConf.to_container(OmegaConf.create(given, parent=whole), resolve=True)
     except OmegaConfBaseException as error:
+        section: Any = OmegaConf.to_container(error.parent_node)
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(
-            f"{error.full_key} is {value}: {reason}; name another key, or the value"
+            f"{error.full_key} is {section[error.key]}: {reason}; name another key, or the value"
         ) from None
-    if OmegaConf.is_config(found):
-        return OmegaConf.to_container(found, resolve=True)
     return found
 
 

@@ -93,18 +93,6 @@ def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dic
     return {**row, "answer": " ".join(terms)}
 
 
-@dataclass(frozen=True)
-class ToyShape:
-    hidden: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn: int = 256
-    tied: bool = True
-    context: int = 64
-
-
 def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Write the counting task, and `slips.jsonl`: train.jsonl with errors, for warm starts."""
     counts = write_toy(folder, COUNTING, like=like)
@@ -115,20 +103,16 @@ def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[
 
 
 def write_toy(
-    folder: Path,
-    task: ToyTask | None = None,
-    shape: ToyShape | None = None,
-    like: Mapping[str, Any] | None = None,
+    folder: Path, task: ToyTask | None = None, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
     """Write `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: a model's config."""
     task = task or ToyTask()
-    shape = shape or ToyShape()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test = problems[: task.held_out]
     train = problems[task.held_out :]
     counts = write_rows(folder, train=train, test=test)
-    config = hf_config(shape) if like is None else shrunk(like)
+    config = hf_config() if like is None else shrunk(like)
     _write({folder / "model" / "config.json": json.dumps(config, indent=2) + "\n"})
     write_tokenizer(folder / "model")
     return counts
@@ -157,14 +141,13 @@ def _write(texts: Mapping[Path, str]) -> None:
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
     """Config of a small model of the same family, for two cores; four layers allow a pipeline."""
-    shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
-    experts = {
+    sizes = hf_config() | {
+        "num_hidden_layers": 4,
         "num_experts": 4,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
     }
-    sizes = hf_config(shape) | experts
     tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
 
@@ -193,25 +176,26 @@ def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     write_whole(folder / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
 
 
-def hf_config(shape: ToyShape) -> dict[str, Any]:
+def hf_config() -> dict[str, Any]:
+    """Config of the model of the toys."""
     tokens = vocabulary()
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": len(tokens),
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
+        "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": True,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "bfloat16",
@@ -266,10 +250,14 @@ def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     save_tokenizer(
         tokenizer, folder, pad_token=TEXT_END, eos_token=TURN_END, chat_template=CHAT_TEMPLATE
     )
-    shape = ToyShape(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn=512, context=128)
-    tokens = {
+    config = hf_config() | {
         "vocab_size": BPE_VOCABULARY,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "max_position_embeddings": 128,
         "pad_token_id": 0,
         "eos_token_id": special.index(TURN_END),
     }
-    (folder / "config.json").write_text(json.dumps(hf_config(shape) | tokens, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -32,7 +32,7 @@ def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = No
     if like:
         config = toy.shrunk(like)
     else:
-        config = toy.hf_config(toy.ToyShape(layers=4))
+        config = toy.hf_config() | {"num_hidden_layers": 4}
     try:
         ModelShape.from_hf(config)
     except ValueError as error:

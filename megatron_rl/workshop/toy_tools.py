@@ -13,7 +13,6 @@ from megatron_rl.data.toy import (
     TEXT_END,
     TURN_END,
     TURN_START,
-    ToyShape,
     hf_config,
     save_tokenizer,
     write_rows,
@@ -124,7 +123,9 @@ def write_tool_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     ends = {"pad_token_id": tokens[TEXT_END], "eos_token_id": tokens[TURN_END]}
     about = {
-        "config.json": hf_config(ToyShape(context=128)) | {"vocab_size": len(tokens)} | ends,
+        "config.json": hf_config()
+        | {"max_position_embeddings": 128, "vocab_size": len(tokens)}
+        | ends,
         "generation_config.json": ends,
     }
     for name, content in about.items():
