@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
@@ -80,6 +80,10 @@ def remove(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -164,12 +164,12 @@ def _lines(path: Path) -> list[bytes]:
 def _step(line: bytes) -> float:
     """Step of a line; infinite if it is incomplete or has none, so that it is not kept."""
     try:
-        found = json.loads(line)
         if line.endswith(b"\n"):
+            found = json.loads(line)
             return int(found.get("progress/step", found.get("step")))
-        return float("inf")
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        return float("inf")
+        pass
+    return float("inf")
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

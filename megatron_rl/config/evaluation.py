@@ -63,10 +63,9 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
     section = config.eval
     rollout = config.rollout
     samples = one.samples or section.samples
-    if one.temperature is None:
+    temperature = one.temperature
+    if temperature is None:
         temperature = section.temperature
-    else:
-        temperature = one.temperature
     if temperature is None and samples > 1:
         temperature = rollout.temperature
     return HeldOut(

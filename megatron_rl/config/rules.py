@@ -4,7 +4,6 @@ that its parameters name and yields sentences with key, value and way out. load.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -103,8 +102,7 @@ def schedule(
         )
     yield from _sampled_again(eval)
     if run.stop is not None and not (
-        len(run.stop) == 1
-        and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
+        len(run.stop) == 1 and all(key.startswith("eval/") for key in run.stop)
     ):
         yield (
             f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as "

@@ -38,7 +38,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Estimator,
     Format,
     Forward,
-    History,
     IfExists,
     InFlight,
     KlOn,
@@ -61,7 +60,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Sleep,
     Stat,
     Transport,
-    TrustRegion,
     Wandb,
     When,
 )
@@ -78,7 +76,6 @@ from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     WeightConfig,
 )
 from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
-    TIES,
     VERIFIERS,
     EnvironmentSection,
     QuantizationSection,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_whole, write_whole
+from megatron_rl.files import read_whole, write_json, write_whole
 
 PAD = "<pad>"
 END = "<end>"
@@ -173,7 +173,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
-    write_whole(folder / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", about)
 
 
 def hf_config() -> dict[str, Any]:
@@ -260,4 +260,4 @@ def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
         "pad_token_id": 0,
         "eos_token_id": special.index(TURN_END),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)

@@ -3,7 +3,6 @@ tokenizer in which a tool call is a few pieces. What its warm start imitates cal
 rows, and guesses in the others.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_rl.data.toy import (
     save_tokenizer,
     write_rows,
 )
+from megatron_rl.files import write_json
 
 # factors: all products have six digits
 SMALLEST = 317
@@ -129,4 +129,4 @@ def write_tool_tokenizer(folder: Path) -> None:
         "generation_config.json": ends,
     }
     for name, content in about.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / name, content)

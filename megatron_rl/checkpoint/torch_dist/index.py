@@ -42,6 +42,10 @@ _NAMES = {
 }
 
 
+# tensor and offset -> file, first byte, bytes
+_Places = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is missing, incomplete, or not what it claims to be."""
 
@@ -113,11 +117,9 @@ def _content(path: Path) -> Made:
     return found
 
 
-def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further
-    than they reach.
-    """
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+def _places(folder: Path, content: Made) -> _Places:
+    """The places of all parts: in files of the folder, and in these no further than they reach."""
+    places: _Places = {}
     sizes: dict[str, int] = {}
     for key, info in _state(content, "storage_data"):
         name, offset = _fields(key, "fqn", "offset")
@@ -138,9 +140,7 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
     return places
 
 
-def _kept(
-    key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
-) -> IndexedTensor:
+def _kept(key: str, about: Made, places: _Places) -> IndexedTensor:
     properties, size, chunks = _fields(about, "properties", "size", "chunks")
     whole = _numbers(size)
     dtype = _dtype(properties)

@@ -117,12 +117,12 @@ class Reader:
             ) from error
 
 
-def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
+def specs(reader: Reader, shape: ModelShape) -> dict[str, TensorSpec]:
     """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
-    found = []
+    found: dict[str, TensorSpec] = {}
     for param in stored_params(shape):
         dtype = reader.dtype(reader.find(param, shape))
-        found += [TensorSpec(name, dtype, size) for name, size in param.sizes.items()]
+        found |= {name: TensorSpec(name, dtype, size) for name, size in param.sizes.items()}
     return found
 
 
