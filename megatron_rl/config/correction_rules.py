@@ -3,12 +3,11 @@ sentences with key, value and way out; whether anything corrects for the mismatc
 the list that rules.py fills, too.
 """
 
-import difflib
 import math
 from functools import reduce
 from typing import Any
 
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.choices import Aggregate, Anchor, Level, Outside, Reduce, Reduction, Stat
 from megatron_rl.config.objective import (
     CorrectionConfig,
@@ -115,11 +114,10 @@ def _check_params(found: Findings, config: LossConfig) -> None:
         if name in known:
             problems += misfits({name: value}, LossParams, "loss.params.")
             continue
-        near = difflib.get_close_matches(str(name), known, n=1)
-        if near:
-            way_out = f"did you mean loss.params.{near[0]}?"
-        else:
-            way_out = f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
+        way_out = (
+            did_you_mean(name, known, "did you mean loss.params.{}?")
+            or f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
+        )
         problems.append(f"loss.params.{name}: unknown key; {way_out}")
     if not problems and {"cov_low", "cov_high"} <= set(known):
         low = config.params["cov_low"]

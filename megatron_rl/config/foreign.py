@@ -3,11 +3,12 @@ neither.
 """
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator, Set
 from functools import cache
 from pathlib import Path
+
+from megatron_rl.config.bounds import did_you_mean
 
 
 @cache
@@ -38,8 +39,5 @@ def _annotated(node: ast.ClassDef) -> Iterator[str]:
 def misfits(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:
     """Names that are no field of `whose`."""
     for key in sorted(set(map(str, given)) - known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = ""
-        if near:
-            hint = f"; did you mean {prefix}.{near[0]}?"
+        hint = did_you_mean(key, known, f"; did you mean {prefix}.{{}}?")
         yield f"{prefix}.{key}: {whose} has no such field{hint}"

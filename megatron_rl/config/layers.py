@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.plain_yaml import presets, read_preset, read_yaml
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
@@ -157,9 +157,7 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file():
         stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
-        hint = ""
-        if near:
-            hint = f"; did you mean {stems[near[0]]}?"
+        hint = f"; did you mean {stems[near[0]]}?" if near else ""
         raise ConfigError(f"{named} no such file{hint}")
     try:
         loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
@@ -218,10 +216,9 @@ def cluster(name: object) -> dict[str, Any]:
 def _preset(section: str, name: object) -> dict[str, Any]:
     known = presets(section)
     if not isinstance(name, str) or name not in known:
-        near = []
+        hint = ""
         if isinstance(name, str):
-            near = difflib.get_close_matches(Path(name).stem.lower(), known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(Path(name).stem.lower(), known, "did you mean {}? ")
         kind = "cluster" if section == CLUSTER else "preset"
         ways_out = f"{hint}{kind}s are {', '.join(known)}{OTHERWISE.get(section, '; or write a section of keys')}"
         raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")

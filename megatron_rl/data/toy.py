@@ -17,6 +17,7 @@ from megatron_rl.files import read_whole, write_json, write_whole
 PAD = "<pad>"
 END = "<end>"
 CHARACTERS = "0123456789+-*= "
+VOCABULARY = {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
 REASONING = "chain_sum"
 REASONING_SETTINGS = {
     "min_terms": 2,
@@ -79,6 +80,7 @@ class ToyTask:
         ]
 
 
+ADDITION = ToyTask()
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)
 SLIPS = 0.1  # of the terms that a warm start imitates
 
@@ -103,40 +105,34 @@ def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[
 
 
 def write_toy(
-    folder: Path, task: ToyTask | None = None, like: Mapping[str, Any] | None = None
+    folder: Path, task: ToyTask = ADDITION, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
     """Write `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: a model's config."""
-    task = task or ToyTask()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test = problems[: task.held_out]
     train = problems[task.held_out :]
     counts = write_rows(folder, train=train, test=test)
     config = hf_config() if like is None else shrunk(like)
-    _write({folder / "model" / "config.json": json.dumps(config, indent=2) + "\n"})
+    _write(folder / "model" / "config.json", json.dumps(config, indent=2) + "\n")
     write_tokenizer(folder / "model")
     return counts
 
 
 def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Writes NAME.jsonl of each, and counts its rows."""
-    _write(
-        {
-            folder / f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in files[name])
-            for name in files
-        }
-    )
+    for name, rows in files.items():
+        _write(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return {name: len(rows) for name, rows in files.items()}
 
 
-def _write(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
-        if path.exists() and read_whole(path) != text.encode():
-            raise ConfigError(
-                f"{path} is there already, with other content: remove it, or name another folder"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+def _write(path: Path, text: str) -> None:
+    if path.exists() and read_whole(path) != text.encode():
+        raise ConfigError(
+            f"{path} is there already, with other content: remove it, or name another folder"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,16 +148,12 @@ def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
 
 
-def vocabulary() -> dict[str, int]:
-    return {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
-
-
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer.json that splits text into characters, readable by every family's class."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelled = {token.replace(" ", "Ġ"): number for token, number in vocabulary().items()}
+    spelled = {token.replace(" ", "Ġ"): number for token, number in VOCABULARY.items()}
     tokenizer = Tokenizer(models.BPE(spelled, [], unk_token=PAD))
     tokenizer.pre_tokenizer = as_bytes
     tokenizer.decoder = decoders.ByteLevel()
@@ -178,11 +170,10 @@ def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
 
 def hf_config() -> dict[str, Any]:
     """Config of the model of the toys."""
-    tokens = vocabulary()
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(tokens),
+        "vocab_size": len(VOCABULARY),
         "hidden_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -199,9 +190,9 @@ def hf_config() -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "bfloat16",
-        "pad_token_id": tokens[PAD],
+        "pad_token_id": VOCABULARY[PAD],
         "bos_token_id": None,
-        "eos_token_id": tokens[END],
+        "eos_token_id": VOCABULARY[END],
     }
 
 

@@ -6,7 +6,6 @@ number, or a mapping whose `score` is one; other numbers in it are metrics. `imp
 environments and integrations as well.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
@@ -51,8 +51,7 @@ def resolve(name: str) -> Reward:
             ) from None
     if ":" in name:
         return load(name)
-    near = difflib.get_close_matches(name, VERIFIERS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, VERIFIERS, "; did you mean {}?")
     raise LookupError(
         f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not "
         f"package.module:function or path/file.py:function{hint}"

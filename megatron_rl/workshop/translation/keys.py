@@ -4,10 +4,9 @@ weights and reject rules that several projects' settings come down to.
 
 from __future__ import annotations
 
-import difflib
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,12 +60,6 @@ class Unset:
             named = key
         missing = ", ".join(self.names) or self.text
         return f"needs {missing}, which the file does not set; add {named}=... to the command"
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known name that a name is nearest to, as a question; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else ""
 
 
 class Translation(NamedTuple):

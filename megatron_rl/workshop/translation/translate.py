@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
@@ -24,7 +24,6 @@ from megatron_rl.workshop.translation.keys import (
     Native,
     Translation,
     TranslationError,
-    did_you_mean,
     printable,
 )
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
