@@ -152,21 +152,17 @@ def verify(path: Path) -> Checkpoint:
             raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
         if not same:
             raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
-    try:
-        look_into(found)
+    try:  # as far as headers and indexes say
+        if not read_index(path / POLICY):
+            raise ValueError(f"{path / POLICY} holds no tensors")
+        if SYNC not in found.files:
+            raise ValueError(f"its manifest lists no {SYNC}")
+        for name in found.files:
+            if name == SYNC or name.startswith(f"{RANKS}/"):
+                stored_tensors(path / name)
     except (OSError, ValueError) as error:
         raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
     return found
-
-
-def look_into(found: Checkpoint) -> None:
-    """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
-    if not read_index(found.path / POLICY):
-        raise ValueError(f"{found.path / POLICY} holds no tensors")
-    for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
-        if name not in found.files:
-            raise ValueError(f"its manifest lists no {name}")
-        stored_tensors(found.path / name)
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:

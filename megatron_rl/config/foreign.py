@@ -24,16 +24,11 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
     for file in files:
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
-                found |= set(_annotated(node))
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                found |= {field.id for field in fields if isinstance(field, ast.Name)}
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in classes:
                 found |= set(ast.literal_eval(node.value))
     return {name for name in found if not name.startswith("_")}
-
-
-def _annotated(node: ast.ClassDef) -> Iterator[str]:
-    for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            yield each.target.id
 
 
 def misfits(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:

@@ -9,9 +9,9 @@ import os
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -21,7 +21,7 @@ from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rewards.user_process import (
     START_TIMEOUT_S,
     RewardLog,
@@ -49,16 +49,6 @@ class RewardsHang(RuntimeError):
         "Fix the function that reward.name names, or give it more time (reward.timeout_s) or more "
         "workers (reward.workers)."
     )
-
-
-@dataclass(frozen=True)
-class Score:
-    reward: float
-    verdict: Verdict
-    error: str | None = None  # why there is no score
-    details: Mapping[str, float] = field(default_factory=dict)
-    answer: str | None = None
-    away: bool = False  # a connection that failed is behind the error
 
 
 DIED = Score(0.0, Verdict.error, "the reward worker died")

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
 from megatron_rl.rewards.functions import Rewards
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.types import Verdict
 
 LONGEST_ANSWER = 64  # bytes
@@ -63,8 +63,7 @@ def main(descriptor: int, parent: int) -> None:
         channel.send({"id": message["id"], "score": score})
 
 
-def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
-    """Fields of the score (`pool.Score`)."""
+def judge(rewards: Rewards, content: bytes) -> Score:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
@@ -72,15 +71,12 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
         text = "".join(traceback.format_exception_only(error)).strip()
         # whatever a library has made of it
         away = AWAY.search("".join(traceback.format_exception(error))) is not None
-        error_text = _sendable(text[:MAX_ERROR])
-        return {"reward": 0.0, "verdict": Verdict.error, "error": error_text, "away": away}
-    score: dict[str, Any] = {"reward": judged.score, "verdict": judged.verdict}
+        return Score(0.0, Verdict.error, _sendable(text[:MAX_ERROR]), away=away)
     if judged.verdict == Verdict.timeout:
-        return score | {"reward": 0.0, "error": "the verifier stopped at its own time limit"}
-    score["details"] = {_sendable(name): number for name, number in judged.details.items()}
-    if judged.answer is not None:
-        score["answer"] = _short(judged.answer)
-    return score
+        return Score(0.0, judged.verdict, "the verifier stopped at its own time limit")
+    details = {_sendable(name): number for name, number in judged.details.items()}
+    answer = None if judged.answer is None else _short(judged.answer)
+    return Score(judged.score or 0.0, judged.verdict, details=details, answer=answer)
 
 
 def _sendable(text: str) -> str:
