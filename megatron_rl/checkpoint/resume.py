@@ -126,8 +126,7 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
         ("metrics.jsonl", 0, step if said else step - 1),
         ("ledger.jsonl", 1, step),
     ):
-        path = run / name
-        there = set(map(_step, _lines(path)))
+        there = set(map(_step, _lines(run / name)))
         for wanted in range(first, last + 1) if there else ():
             if wanted not in there:
                 return f"{name} has no line of step {wanted}"

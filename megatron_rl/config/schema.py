@@ -129,11 +129,11 @@ class ModelSection:
     @property
     def folder(self) -> Path:
         """The folder that holds config.json and the tokenizer."""
-        kept = Path(self.path) / KEPT
-        imported = (
-            not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
-        )
-        return kept if imported else Path(self.path)
+        path = Path(self.path)
+        kept = path / KEPT
+        if (kept / "config.json").is_file() and not (path / "config.json").is_file():
+            return kept  # of an imported checkpoint
+        return path
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
     asked = [(config.reward, _some(train))]
     for one in held_out(config):
         rows = load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
-        asked += [(one.reward, _some(rows))] if one.reward != config.reward else []
+        if one.reward != config.reward:
+            asked.append((one.reward, _some(rows)))
     return notes, asked
 
 

@@ -90,7 +90,8 @@ def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dic
     terms = []
     off = 0
     for term in map(int, row["answer"].split()):
-        off += draw.choice((-1, 1)) if draw.random() < share else 0
+        if draw.random() < share:
+            off += draw.choice((-1, 1))
         terms.append(str(term + off))
     return {**row, "answer": " ".join(terms)}
 

@@ -217,8 +217,11 @@ def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
         key = spelling
         axes = []
         if param.layer is not None:
-            axes += [(param.layer, shape.layers)] if stacked else []
-            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+            place = f"layers.{param.layer}."
+            if stacked:
+                axes.append((param.layer, shape.layers))
+                place = "layers."
+            key = key.replace("layers.{L}.", place)
         if param.expert is not None:
             axes.append((param.expert, shape.experts))
             key = key.replace(".local_experts.{E}.", ".experts.")
