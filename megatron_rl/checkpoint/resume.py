@@ -56,12 +56,12 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     before = read_yaml(to_yaml(from_mapping(recorded_mapping(recorded))))
     after = read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
+    free_sections = tuple(free for free in MAY_CHANGE if free.endswith("."))
     found = [
         (key, old, new)
         for key, old, new in changes(before, after)
-        if not any(
-            key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE
-        )
+        if key not in MAY_CHANGE
+        and not key.startswith(free_sections)
         and (key not in allowed or key.startswith(FIXED))
     ]
     if found:
