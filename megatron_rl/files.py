@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
@@ -60,6 +60,14 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def publish_folder(partial: Path, target: Path) -> None:
+    """Rename a complete folder; the names in it, and its own, are then on the disk."""
+    for folder in (*(entry for entry in partial.rglob("*") if entry.is_dir()), partial):
+        fsync(folder)
+    partial.rename(target)
+    fsync(target.parent)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link (not its target) or a folder with its content, as far as permitted."""
     if path.is_dir() and not path.is_symlink():
@@ -72,6 +80,10 @@ def remove(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -88,7 +100,8 @@ def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= largest:
-            return file.read(largest) or b""  # none where the kernel has nothing to say
+            # a file of /proc has no size; none where the kernel has nothing to say
+            return file.read(size or largest) or b""
     raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {largest}", str(path))
 
 

@@ -14,11 +14,10 @@ A folder gets its name when it is complete; what a killed run left is called `.s
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -26,8 +25,8 @@ import xxhash
 
 from megatron_rl.checkpoint.torch_dist.index import read_index
 from megatron_rl.config import ConfigError
-from megatron_rl.files import fsync, read_json, remove, write_whole
-from megatron_rl.models.weight_files import stored_tensors
+from megatron_rl.files import open_regular, publish_folder, read_json, remove, write_whole
+from megatron_rl.models.weight_files import refuse_links_out, stored_tensors
 
 MANIFEST = "checkpoint.json"
 POLICY = "policy"
@@ -88,10 +87,7 @@ def partial_of(root: Path, step: int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """The steps of everything that calls itself a checkpoint, the newest first."""
-    if root.is_dir():
-        found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()]
-    else:
-        found = []
+    found = [NAME.fullmatch(entry.name) for entry in root.glob("step_*") if entry.is_dir()]
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 
@@ -104,17 +100,14 @@ def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     )
     final = path_of(root, about["step"])
     remove(final)  # of an attempt that went on from an older one
-    for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
-        fsync(folder)
-    partial.rename(final)
-    fsync(root)
+    publish_folder(partial, final)
     return read(final)
 
 
 def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int, str]:
     """Bytes and checksum of what is on disk. `between`: called after each piece that was read."""
     state = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while piece := file.read(1 << 22):
             state.update(piece)
             between()
@@ -128,7 +121,7 @@ def read(path: Path) -> Checkpoint:
     if not os.path.lexists(path / MANIFEST):
         raise TornCheckpoint(f"{path} has no {MANIFEST}")
     try:
-        _refuse_others(path, MANIFEST)
+        refuse_links_out(path, [MANIFEST])
         stored = read_json(path / MANIFEST)
         content = stored.get("content")
         if not isinstance(content, dict) or stored.get("checksum") != _checksum(content):
@@ -149,7 +142,7 @@ def verify(path: Path) -> Checkpoint:
     for name, (size, checksum) in found.files.items():
         file = path / name
         try:
-            _refuse_others(path, name)
+            refuse_links_out(path, [name])
             there = file.stat().st_size
             same = there == size and digest(file) == (size, checksum)
         except (OSError, ValueError) as error:
@@ -159,21 +152,17 @@ def verify(path: Path) -> Checkpoint:
             raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
         if not same:
             raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
-    try:
-        look_into(found)
+    try:  # as far as headers and indexes say
+        if not read_index(path / POLICY):
+            raise ValueError(f"{path / POLICY} holds no tensors")
+        if SYNC not in found.files:
+            raise ValueError(f"its manifest lists no {SYNC}")
+        for name in found.files:
+            if name == SYNC or name.startswith(f"{RANKS}/"):
+                stored_tensors(path / name)
     except (OSError, ValueError) as error:
         raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
     return found
-
-
-def look_into(found: Checkpoint) -> None:
-    """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
-    if not read_index(found.path / POLICY):
-        raise ValueError(f"{found.path / POLICY} holds no tensors")
-    for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
-        if name not in found.files:
-            raise ValueError(f"its manifest lists no {name}")
-        stored_tensors(found.path / name)
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
@@ -223,18 +212,6 @@ def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
             if best and best[0] == metric:
                 found.append((step, best[1]))
     return max(found, key=lambda one: (one[1], -one[0]), default=None)
-
-
-def _refuse_others(path: Path, name: str) -> None:
-    """Raise ValueError for a foreign file in the checkpoint: another folder's, a link, a device."""
-    plain = PurePosixPath(name)
-    if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\0" in name:
-        raise ValueError(f"{name[:200]!r} is no name of a file in {path}")
-    for part in (path / plain, *(path / parent for parent in plain.parents if parent.parts)):
-        if part.is_symlink():
-            raise ValueError(f"{part} is a link; put the file itself there")
-    if not stat.S_ISREG((path / plain).stat().st_mode):
-        raise ValueError(f"{path / plain} is no file")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -17,40 +17,34 @@ from megatron_rl.files import open_regular, replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
-    *(
-        "run.root",
-        "run.steps",
-        "run.stop",
-        "run.stop.",
-        "run.if_exists",
-        "run.resume_allow",
-        "run.device",
-    ),
-    *(
-        "run.hang_timeout_s",
-        "log.",
-        "checkpoint.",
-        "eval.",
-        "data.eval",
-        "sampler.",
-        "reward.workers",
-        "reward.timeout_s",
-    ),
-    *("learner.tensor_parallel", "learner.offload"),
-    *(
-        "learner.pipeline_parallel",
-        "learner.expert_parallel",
-        "learner.data_parallel",
-        "learner.megatron.",
-    ),
-    *("learner.context_parallel", "learner.recompute"),
-    *(
-        "learner.tokens_per_microbatch",
-        "sync.transport",
-        "sync.dir",
-        "sync.full_every",
-        "sync.verify_every",
-    ),
+    "run.root",
+    "run.steps",
+    "run.stop",
+    "run.stop.",
+    "run.if_exists",
+    "run.resume_allow",
+    "run.device",
+    "run.hang_timeout_s",
+    "log.",
+    "checkpoint.",
+    "eval.",
+    "data.eval",
+    "sampler.",
+    "reward.workers",
+    "reward.timeout_s",
+    "learner.tensor_parallel",
+    "learner.offload",
+    "learner.pipeline_parallel",
+    "learner.expert_parallel",
+    "learner.data_parallel",
+    "learner.megatron.",
+    "learner.context_parallel",
+    "learner.recompute",
+    "learner.tokens_per_microbatch",
+    "sync.transport",
+    "sync.dir",
+    "sync.full_every",
+    "sync.verify_every",
     "sync.probe_budget",
 )
 FIXED = "learner.lora."  # what all of a run's checkpoints hold
@@ -62,12 +56,12 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     before = read_yaml(to_yaml(from_mapping(recorded_mapping(recorded))))
     after = read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
+    free_sections = tuple(free for free in MAY_CHANGE if free.endswith("."))
     found = [
         (key, old, new)
         for key, old, new in changes(before, after)
-        if not any(
-            key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE
-        )
+        if key not in MAY_CHANGE
+        and not key.startswith(free_sections)
         and (key not in allowed or key.startswith(FIXED))
     ]
     if found:
@@ -132,8 +126,7 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
         ("metrics.jsonl", 0, step if said else step - 1),
         ("ledger.jsonl", 1, step),
     ):
-        path = run / name
-        there = set(map(_step, _lines(path)))
+        there = set(map(_step, _lines(run / name)))
         for wanted in range(first, last + 1) if there else ():
             if wanted not in there:
                 return f"{name} has no line of step {wanted}"
@@ -170,12 +163,12 @@ def _lines(path: Path) -> list[bytes]:
 def _step(line: bytes) -> float:
     """Step of a line; infinite if it is incomplete or has none, so that it is not kept."""
     try:
-        found = json.loads(line)
         if line.endswith(b"\n"):
+            found = json.loads(line)
             return int(found.get("progress/step", found.get("step")))
-        return float("inf")
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        return float("inf")
+        pass
+    return float("inf")
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

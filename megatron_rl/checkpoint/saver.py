@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rl.checkpoint import checkpoints
@@ -28,7 +28,7 @@ from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
 from megatron_rl.files import fsync, remove
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.tensors import write_tensors
+from megatron_rl.models.tensors import read_tensors, write_tensors
 from megatron_rl.processes.threads import Pace, in_thread
 
 ALIGNMENT = 64
@@ -195,14 +195,14 @@ class Saver:
     def _load(self, found: Checkpoint) -> None:
         self._learner.restore(Reader(found.path / POLICY), found.updates)
         # where the line is still to be written, the sync of this step is, too
-        self._sync.restore(_read_tensors(found.path / SYNC)[0], repeats=found.said)
+        self._sync.restore(read_tensors(found.path / SYNC)[0], repeats=found.said)
         self.newest = found.step
         if dict(found.layout) == asdict(self._learner.layout):
             mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
-            self._learner.restore_own(*_read_tensors(mine))
+            self._learner.restore_own(*read_tensors(mine))
         else:
             ranks = sorted(name for name in found.files if name.startswith(f"{RANKS}/"))
-            self._learner.restore_measured([_read_tensors(found.path / name)[0] for name in ranks])
+            self._learner.restore_measured([read_tensors(found.path / name)[0] for name in ranks])
 
     def close(self) -> None:
         """Finish the save under way; call it before the process group is destroyed."""
@@ -295,8 +295,3 @@ def _write(
         fsync(path)
     files = {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths}
     return {"written": written, "files": files}
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -2,8 +2,8 @@
 room.
 """
 
+from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.load import (
-    ConfigError,
     all_keys,
     cluster,
     from_mapping,

@@ -1,8 +1,9 @@
 """Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)]
 = 1`), also of keys in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value
-as messages show it.
+as messages show it; `did_you_mean`: a known name for a misspelt one.
 """
 
+import difflib
 import os
 import re
 import sys
@@ -69,21 +70,15 @@ def is_weight(value: Any) -> bool:
 
 
 def is_source(value: Any) -> bool:
-    """A file, or several with a weight each."""
-    if isinstance(value, Mapping):
-        return bool(value) and all(
-            isinstance(path, str) and is_weight(weight) for path, weight in value.items()
-        )
-    return isinstance(value, str)
+    """A file, or several with a weight above 0 each."""
+    return is_reward(value, is_weight)
 
 
-def is_reward(value: Any) -> bool:
+def is_reward(value: Any, weighs: Callable[[Any], bool] = is_number) -> bool:
     """A name, or several with a weight each."""
     if isinstance(value, Mapping):
-        return (
-            bool(value)
-            and all(isinstance(name, str) for name in value)
-            and all(map(is_number, value.values()))
+        return bool(value) and all(
+            isinstance(name, str) and weighs(weight) for name, weight in value.items()
         )
     return isinstance(value, str)
 
@@ -181,3 +176,11 @@ def as_written(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], words: str = "did you mean {}?", cutoff: float = 0.6
+) -> str:
+    """The known name that a name is nearest to, in these words; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return words.format(*near) if near else ""

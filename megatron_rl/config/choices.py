@@ -2,81 +2,50 @@
 recipe's alarm setting.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.bounds import is_number
 from megatron_rl.loss.table import LOSSES
 
 # `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes
 # write
 
-ModelInit = StrEnum("ModelInit", ["pretrained", "random"])
-LongPrompts = StrEnum("LongPrompts", ["error", "drop"])
-Precision = StrEnum("Precision", ["bf16", "fp32"])
+ModelInit = StrEnum("ModelInit", "pretrained random")
+LongPrompts = StrEnum("LongPrompts", "error drop")
+Precision = StrEnum("Precision", "bf16 fp32")
 OnNonFinite = StrEnum(
     "OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_and_dump": "skip_and_dump"}
 )
-Device = StrEnum("Device", ["auto", "cpu", "cuda"])
-Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
+Device = StrEnum("Device", "auto cpu cuda")
+Decay = StrEnum("Decay", "constant linear cosine")
 # interpolated: between sampler and policy, the nearer to the policy the staler the token (A-3PO)
-Anchor = StrEnum("Anchor", ["prox", "sampler", "interpolated"])
-Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
-Aggregate = StrEnum("Aggregate", ["product", "geometric"])
-Outside = StrEnum("Outside", ["truncate", "zero"])
+Anchor = StrEnum("Anchor", "prox sampler interpolated")
+Level = StrEnum("Level", "none token sequence turn prefix")
+Aggregate = StrEnum("Aggregate", "product geometric")
+Outside = StrEnum("Outside", "truncate zero")
 # staleness: updates between the policy that wrote the token and the learner's
-Stat = StrEnum(
-    "Stat",
-    [
-        "ratio",
-        "k1",
-        "k2",
-        "k3",
-        "m2",
-        "abs",
-        "tv",
-        "binary_kl",
-        "binary_kl_max",
-        "staleness",
-    ],
-)
+Stat = StrEnum("Stat", "ratio k1 k2 k3 m2 abs tv binary_kl binary_kl_max staleness")
 # mean of a ratio: the geometric one
-Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
-When = StrEnum("When", ["negative_advantage"])
+Reduce = StrEnum("Reduce", "sum mean max min")
+When = StrEnum("When", "negative_advantage")
 NonFinite = StrEnum(
     "NonFinite",
     {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"},
 )
 Reduction = StrEnum(
     "Reduction",
-    [
-        "token_mean",
-        "seq_mean_token_mean",
-        "seq_mean_token_sum",
-        "seq_mean_token_sum_norm",
-        "prompt_mean",
-    ],
+    "token_mean seq_mean_token_mean seq_mean_token_sum seq_mean_token_sum_norm prompt_mean",
 )
-Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
-TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
-KlOn = StrEnum("KlOn", ["trained", "counted"])
-KlTo = StrEnum("KlTo", ["reference", "sampler", "anchor"])
+Divergence = StrEnum("Divergence", "k1 k2 k3 abs")
+TrustRegion = StrEnum("TrustRegion", "total_variation binary_kl")
+KlOn = StrEnum("KlOn", "trained counted")
+KlTo = StrEnum("KlTo", "reference sampler anchor")
 Alarm = StrEnum(
     "Alarm",
-    [
-        "mismatch",
-        "probe",
-        "ess",
-        "non_finite",
-        "entropy",
-        "reward_errors",
-        "truncated",
-        "length",
-        "accuracy",
-        "failed_saves",
-    ],
+    "mismatch probe ess non_finite entropy reward_errors truncated length accuracy failed_saves",
 )
 if TYPE_CHECKING:
     LossName = str
@@ -194,20 +163,9 @@ def alarm_setting(value: Any) -> AlarmSetting | None:
         return AlarmSetting(on=False)
     if value in ("warn", "stop"):
         return AlarmSetting(stops=value == "stop")
-    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in ("warn", "stop"):
-        ((action, bound),) = value.items()
-        if _is_bound(bound):
-            return AlarmSetting(stops=action == "stop", bound=float(bound))
-        return None
-    if _is_bound(value):
-        return AlarmSetting(bound=float(value))
+    action = "warn"
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((action, value),) = value.items()
+    if action in ("warn", "stop") and is_number(value) and value >= 0:
+        return AlarmSetting(stops=action == "stop", bound=float(value))
     return None
-
-
-def _is_bound(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    )

@@ -3,12 +3,11 @@ sentences with key, value and way out; whether anything corrects for the mismatc
 the list that rules.py fills, too.
 """
 
-import difflib
 import math
 from functools import reduce
 from typing import Any
 
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.choices import Aggregate, Anchor, Level, Outside, Reduce, Reduction, Stat
 from megatron_rl.config.objective import (
     CorrectionConfig,
@@ -20,14 +19,7 @@ from megatron_rl.config.objective import (
 from megatron_rl.config.shape import misfits, sound
 from megatron_rl.loss.table import LOSSES, losses
 
-BANDED = losses(lambda loss: loss.band)
-OPEN_BANDED = losses(lambda loss: loss.band == "open")
 SHARED = losses(lambda loss: "level" in loss.reads)
-COVARIANCE = losses(lambda loss: loss.selects)
-PER_ROW = losses(lambda loss: loss.per_row)
-WITH_RATIO = losses(lambda loss: loss.ratio)
-AGAINST_SAMPLER = losses(lambda loss: loss.against_sampler)
-SUPERVISED = losses(lambda loss: loss.supervised)
 # smallest value of a statistic
 FLOOR = dict.fromkeys(set(Stat) - {Stat.k1}, 0.0) | {Stat.abs: 1.0}
 
@@ -61,22 +53,23 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig) -> list[str]
     found = Findings(correction=correction, loss=loss)
     found += check_correction(correction) + check_loss(loss)
     by_sampler = correction.anchor == Anchor.sampler
-    if by_sampler and loss.name in WITH_RATIO and correction.weight.level != Level.none:
+    formula = LOSSES[loss.name]
+    if by_sampler and formula.ratio and correction.weight.level != Level.none:
         found.add(
             "correction.weight.level",
             f"with correction.anchor: sampler the ratio of loss.name: {loss.name} already holds "
             "the mismatch; use none, or loss.name: reinforce",
         )
-    if loss.name in AGAINST_SAMPLER and not by_sampler:
+    if formula.against_sampler and not by_sampler:
         found.add("loss.name", "its ratio is pi over the sampler; set correction.anchor: sampler")
-    if loss.name in COVARIANCE and correction.anchor != Anchor.prox:
+    if formula.selects and correction.anchor != Anchor.prox:
         found.add("loss.name", "it selects by the proximal logprobs; set correction.anchor: prox")
     return found
 
 
 def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
     """True if the objective depends on how far the learner is from the sampler."""
-    if correction.anchor == Anchor.sampler and loss.name in WITH_RATIO:
+    if correction.anchor == Anchor.sampler and LOSSES[loss.name].ratio:
         return True
     return correction.weight.level != Level.none or any(
         rule.stat != Stat.staleness for rule in correction.reject
@@ -88,7 +81,7 @@ def check_loss(config: LossConfig) -> list[str]:
     config, wrong = sound(config, "loss")
     found = Findings(loss=config)
     found += wrong
-    if config.name in PER_ROW and config.reduction == Reduction.token_mean:
+    if LOSSES[config.name].per_row and config.reduction == Reduction.token_mean:
         found.add(
             "loss.reduction", f"{config.name} averages over sequences; use seq_mean_token_mean"
         )
@@ -104,11 +97,12 @@ def check_loss(config: LossConfig) -> list[str]:
 
 def _check_clip(found: Findings, config: LossConfig) -> None:
     absolute = config.params.get("absolute")
-    if config.name in BANDED and not absolute and config.clip_low > 1:
+    band = LOSSES[config.name].band
+    if band and not absolute and config.clip_low > 1:
         found.add("loss.clip_low", "the ratio is clipped below at 1 - clip_low; use at most 1")
-    if config.name in OPEN_BANDED and config.clip_low == 0:
+    if band == "open" and config.clip_low == 0:
         found.add("loss.clip_low", "the open band would end at a ratio of 1; use above 0")
-    if config.clip_high == 0 and (absolute or config.name in OPEN_BANDED):
+    if config.clip_high == 0 and (absolute or band == "open"):
         found.add("loss.clip_high", "no ratio would be left; use above 0")
 
 
@@ -120,11 +114,10 @@ def _check_params(found: Findings, config: LossConfig) -> None:
         if name in known:
             problems += misfits({name: value}, LossParams, "loss.params.")
             continue
-        near = difflib.get_close_matches(str(name), known, n=1)
-        if near:
-            way_out = f"did you mean loss.params.{near[0]}?"
-        else:
-            way_out = f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
+        way_out = (
+            did_you_mean(name, known, "did you mean loss.params.{}?")
+            or f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
+        )
         problems.append(f"loss.params.{name}: unknown key; {way_out}")
     if not problems and {"cov_low", "cov_high"} <= set(known):
         low = config.params["cov_low"]

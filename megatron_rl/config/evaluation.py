@@ -4,9 +4,8 @@ answer and sequence.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from megatron_rl.config.plain_yaml import CONF, read_yaml
+from megatron_rl.config.plain_yaml import presets, read_preset
 from megatron_rl.config.schema import Config, EvalSection, EvalSet, RewardSection, RolloutSection
 
 
@@ -64,23 +63,18 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
     section = config.eval
     rollout = config.rollout
     samples = one.samples or section.samples
-    if one.temperature is None:
+    temperature = one.temperature
+    if temperature is None:
         temperature = section.temperature
-    else:
-        temperature = one.temperature
     if temperature is None and samples > 1:
         temperature = rollout.temperature
-    if one.top_p is None:
-        top_p = section.top_p
-    else:
-        top_p = one.top_p
     return HeldOut(
         name=name,
         path=_file(one.path) if one.path else config.data.eval or "",
         max_prompts=one.max_prompts or section.max_prompts,
         samples=samples,
         temperature=temperature or 0.0,
-        top_p=top_p,
+        top_p=one.top_p or section.top_p,
         max_tokens=one.max_response_tokens
         or section.max_response_tokens
         or rollout.max_response_tokens,
@@ -90,10 +84,10 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
 
 def _file(path: str) -> str:
     """A file by its path, or that of a preset of conf/data."""
-    preset = CONF / "data" / f"{path}.yaml"
-    if Path(path).name != path or not preset.is_file():
+    preset = presets("data").get(path)
+    if preset is None:
         return path
-    return str((read_yaml(preset.read_text(encoding="utf-8")) or {}).get("eval") or path)
+    return str(read_preset(preset).get("eval") or path)
 
 
 def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:

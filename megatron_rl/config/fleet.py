@@ -107,6 +107,4 @@ def distant(sampler: SamplerSection) -> list[str]:
 
 
 def without_secret(address: str) -> str:
-    if "@" in address:
-        return address.rpartition("@")[2]
-    return address
+    return address.rpartition("@")[2]

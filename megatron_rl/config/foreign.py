@@ -3,11 +3,12 @@ neither.
 """
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterable, Iterator, Set
 from functools import cache
 from pathlib import Path
+
+from megatron_rl.config.bounds import did_you_mean
 
 
 @cache
@@ -23,23 +24,15 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
     for file in files:
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
-                found |= set(_annotated(node))
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                found |= {field.id for field in fields if isinstance(field, ast.Name)}
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in classes:
                 found |= set(ast.literal_eval(node.value))
     return {name for name in found if not name.startswith("_")}
 
 
-def _annotated(node: ast.ClassDef) -> Iterator[str]:
-    for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            yield each.target.id
-
-
 def misfits(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:
     """Names that are no field of `whose`."""
     for key in sorted(set(map(str, given)) - known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = ""
-        if near:
-            hint = f"; did you mean {prefix}.{near[0]}?"
+        hint = did_you_mean(key, known, f"; did you mean {prefix}.{{}}?")
         yield f"{prefix}.{key}: {whose} has no such field{hint}"

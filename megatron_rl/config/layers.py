@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import CONF, read_yaml
+from megatron_rl.config.bounds import as_written, did_you_mean
+from megatron_rl.config.plain_yaml import presets, read_preset, read_yaml
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
 # a cluster's null takes one out
@@ -116,9 +116,7 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
-    """Key -> who sets it and to what, the last one deciding. `whole`: keys whose values are not
-    looked into.
-    """
+    """Key -> who sets it and to what, the last one deciding. `whole`: as in `leaves`."""
     found: dict[str, list[tuple[str, Any]]] = {}
     for layer in _with_cluster(layers):
         _note_sources(found, layer.where, layer.content, whole)
@@ -138,16 +136,17 @@ def _note_sources(
                 del found[key]
             preset = {section: _preset(section, name)}
             _note_sources(found, f"conf/{section}/{name}.yaml, named in {where}", preset, whole)
-        for key, leaf in _leaves(section, rest, whole):
+        for key, leaf in leaves(section, rest, whole):
             found.setdefault(key, []).append((where, leaf))
 
 
-def _leaves(key: str, value: Any, whole: Collection[str]) -> Iterator[tuple[str, Any]]:
+def leaves(key: str, value: Any, whole: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Keys and values below a key. `whole`: keys whose values are not looked into."""
     if not isinstance(value, Mapping) or key in whole:
         yield key, value
         return
     for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner, whole)
+        yield from leaves(f"{key}.{name}", inner, whole)
 
 
 def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -158,9 +157,7 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file():
         stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
-        hint = ""
-        if near:
-            hint = f"; did you mean {stems[near[0]]}?"
+        hint = f"; did you mean {stems[near[0]]}?" if near else ""
         raise ConfigError(f"{named} no such file{hint}")
     try:
         loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
@@ -217,17 +214,15 @@ def cluster(name: object) -> dict[str, Any]:
 
 
 def _preset(section: str, name: object) -> dict[str, Any]:
-    presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
-    if not isinstance(name, str) or name not in presets:
+    known = presets(section)
+    if not isinstance(name, str) or name not in known:
+        hint = ""
         if isinstance(name, str):
-            near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1)
-        else:
-            near = []
-        hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(Path(name).stem.lower(), known, "did you mean {}? ")
         kind = "cluster" if section == CLUSTER else "preset"
-        ways_out = f"{hint}{kind}s are {', '.join(presets)}{OTHERWISE.get(section, '; or write a section of keys')}"
+        ways_out = f"{hint}{kind}s are {', '.join(known)}{OTHERWISE.get(section, '; or write a section of keys')}"
         raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")
-    return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
+    return read_preset(known[name])
 
 
 def _override(item: str) -> dict[str, Any]:

@@ -14,24 +14,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config import engine_rules, layers, rules
 from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
-from megatron_rl.config.plain_yaml import CONF, read_yaml, write_line, write_yaml
+from megatron_rl.config.plain_yaml import presets, read_preset, write_line, write_yaml
 from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import key_of, keys_in, made, misfits, without
 from megatron_rl.config.unknown import carried
 
 RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")  # a function, such as ${oc.env:HOME}
-
-__all__ = [
-    "CONF",
-    "ConfigError",
-    "all_keys",
-    "from_mapping",
-    "load",
-    "read",
-    "recorded_config",
-    "to_yaml",
-]
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -63,8 +52,12 @@ def all_keys() -> list[str]:
 
 def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list[tuple[str, Any]]]:
     """Key -> the files, presets and overrides that set it, and to what, the last one deciding."""
-    whole = set(all_keys()) - {".".join(one) for one in PASSED_THROUGH}
-    return layers.sources(layers.of_recipe(recipe, overrides), whole)
+    return layers.sources(layers.of_recipe(recipe, overrides), _whole_keys())
+
+
+def _whole_keys() -> set[str]:
+    """Keys whose values are one value each: all but what is handed on."""
+    return set(all_keys()) - {".".join(one) for one in PASSED_THROUGH}
 
 
 def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
@@ -91,13 +84,9 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
 def flat(config: Config) -> dict[str, Any]:
     """Key -> value, also of what is handed on to megatron-core and vLLM."""
     found: dict[str, Any] = {}
-    whole = asdict(config)
-    for key in all_keys():
-        value: Any = whole
-        for name in key.split("."):
-            value = value[name]
-        passed = tuple(key.split(".")) in PASSED_THROUGH
-        found |= {f"{key}.{name}": one for name, one in value.items()} if passed else {key: value}
+    whole = _whole_keys()
+    for section, value in asdict(config).items():
+        found |= layers.leaves(section, value, whole)
     return found
 
 
@@ -114,8 +103,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     text = str(merged)
     # one that calls a function is not resolved, not even behind another key: `misfits` refuses it
     if "${" in text and not RESOLVER.search(text):
-        whole = OmegaConf.merge(asdict(Config()), merged)
-        merged = {name: _interpolated(one, whole, name) for name, one in merged.items()}
+        merged = _interpolated(merged)
     wrong = list(misfits(merged, Config))
     if wrong:  # those keys stand at their defaults
         merged = {
@@ -131,23 +119,17 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     ]
 
 
-def _interpolated(value: Any, within: Any, name: Any) -> Any:
-    """The value of `within[name]`, its references to other keys replaced by what these hold."""
-    if isinstance(value, Mapping):
-        return {key: _interpolated(one, within[name], key) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_interpolated(one, within[name], index) for index, one in enumerate(value)]
-    if "${" not in str(value):
-        return value
+def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
+    """The mapping, its references to other keys replaced by what these hold."""
+    whole: Any = OmegaConf.merge(asdict(Config()), given)
     try:
-        found = within[name]
+        found: Any = OmegaConf.to_container(OmegaConf.create(given, parent=whole), resolve=True)
     except OmegaConfBaseException as error:
+        section: Any = OmegaConf.to_container(error.parent_node)
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(
-            f"{error.full_key} is {value}: {reason}; name another key, or the value"
+            f"{error.full_key} is {section[error.key]}: {reason}; name another key, or the value"
         ) from None
-    if OmegaConf.is_config(found):
-        return OmegaConf.to_container(found, resolve=True)
     return found
 
 
@@ -179,10 +161,9 @@ def to_yaml(config: Config) -> str:
 
 
 def preset_name(section: str, value: Any) -> str | None:
-    for path in sorted((CONF / section).glob("*.yaml")):
-        preset = read_yaml(path.read_text(encoding="utf-8")) or {}
-        if made(type(value), preset) == value:
-            return path.stem
+    for name, path in presets(section).items():
+        if made(type(value), read_preset(path)) == value:
+            return name
     return None
 
 

@@ -52,36 +52,38 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=PlainLoader)
 
 
+def presets(section: str) -> dict[str, Path]:
+    """The presets of a section by name."""
+    return {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
+
+
+def read_preset(path: Path) -> dict[str, Any]:
+    return read_yaml(path.read_text(encoding="utf-8")) or {}
+
+
 class _PlainDumper(yaml.SafeDumper):
-    """Quotes text that would be read back as a number."""
+    """Quotes text that would be read back as a number; enum members are text; no aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
+_PlainDumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str(text)))
 _PlainDumper.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("-+.0123456789"))
 
 
 def write_yaml(node: Any, **style: Any) -> str:
     """YAML of printable characters: line separators and marks that reorder a line are escaped."""
     style |= {"Dumper": _PlainDumper, "sort_keys": False}
-    text: str = yaml.dump(_plain(node), allow_unicode=True, **style)
+    text: str = yaml.dump(node, allow_unicode=True, **style)
     if not text.replace("\n", "").isprintable():
-        text = yaml.dump(_plain(node), **style)
+        text = yaml.dump(node, **style)
     return text
 
 
 def write_line(node: Any) -> str:
     """A value on one line, as an override takes it."""
     return " ".join(write_yaml(node, default_flow_style=True).removesuffix("...\n").split())
-
-
-def _plain(node: Any) -> Any:
-    """Enum members as the text that recipes write."""
-    if isinstance(node, dict):
-        return {name: _plain(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    if isinstance(node, str):
-        return str(node)
-    return node
 
 
 def redact(value: Any) -> Any:

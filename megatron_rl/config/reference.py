@@ -89,15 +89,16 @@ def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
     else it could be.
     """
     known = list(entries())
-    asked = [one for one in known if one.stands_for(name)] or [
-        one for one in known if one.name.startswith(f"{name}.")
-    ]
-    if not asked:  # learner.megatron.fp8: as the mapping that it stands in
-        asked = [
+    asked = (
+        [one for one in known if one.stands_for(name)]
+        or [one for one in known if one.name.startswith(f"{name}.")]
+        # learner.megatron.fp8: as the mapping that it stands in
+        or [
             one
             for one in known
             if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])
         ]
+    )
     if not asked:
         raise ConfigError(
             next(misfits(nested(name, None), Config), f"{name}: no key").replace(

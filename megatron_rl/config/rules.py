@@ -3,17 +3,16 @@ that its parameters name and yields sentences with key, value and way out. load.
 `findings` runs these and preflight's.
 """
 
-import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import correction_rules, schema
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config import schema
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.choices import Alarm, alarm_setting
-from megatron_rl.config.correction_rules import Findings, check_objective
+from megatron_rl.config.correction_rules import Findings, check_objective, corrects
 from megatron_rl.config.plain_yaml import redact
+from megatron_rl.loss.table import LOSSES
 
 Rule = Callable[..., Iterable[Any]]
 
@@ -42,15 +41,17 @@ def answers(
             found.add("correction.anchor", f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", f"{way_out} false")
-    elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
+    elif estimator == schema.Estimator.none and not LOSSES[loss.name].supervised:
         found.add(
             "advantage.estimator",
             "every sampled answer would count the same, whatever its reward; use grpo",
         )
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
-        way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
-        found.add("reward.overlong_buffer", way_out)
+        found.add(
+            "reward.overlong_buffer",
+            f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}",
+        )
     if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0:
         way_out = (
             f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
@@ -58,8 +59,11 @@ def answers(
         needs = "it divides by the mean reward and needs rewards of 0 or more"
         found.add("advantage.estimator", f"{needs}, {way_out} reward.overlong_buffer: 0")
     if estimator == schema.Estimator.maxrl and reward.wrong < 0:
-        way_out = "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; use 0, or grpo"
-        found.add("reward.wrong", way_out)
+        found.add(
+            "reward.wrong",
+            "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; "
+            "use 0, or grpo",
+        )
     return found
 
 
@@ -69,13 +73,16 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
     if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
     if estimator in schema.GROUP_ESTIMATORS:
-        way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
-        found.add("rollout.samples_per_prompt", way_out)
-    elif rollout.dynamic_sampling:
-        way_out = (
-            "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
+        found.add(
+            "rollout.samples_per_prompt",
+            f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, "
+            "or reinforce_pp",
         )
-        found.add("rollout.dynamic_sampling", way_out)
+    elif rollout.dynamic_sampling:
+        found.add(
+            "rollout.dynamic_sampling",
+            "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false",
+        )
     return found
 
 
@@ -84,7 +91,7 @@ def supervised(
 ) -> Iterator[str]:
     if not rollout.supervised:
         return
-    if loss.name not in correction_rules.SUPERVISED:
+    if not LOSSES[loss.name].supervised:
         yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
     if advantage.estimator != schema.Estimator.none:
         yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
@@ -102,8 +109,7 @@ def schedule(
         )
     yield from _sampled_again(eval)
     if run.stop is not None and not (
-        len(run.stop) == 1
-        and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
+        len(run.stop) == 1 and all(key.startswith("eval/") for key in run.stop)
     ):
         yield (
             f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as "
@@ -155,7 +161,7 @@ def ahead(
         return
     if rollout.supervised:
         yield f"{key}, but the data set's own answers are there already; use 0"
-    elif not correction_rules.corrects(correction, loss):
+    elif not corrects(correction, loss):
         yield (
             f"{key} trains on answers of older policies, and nothing here corrects for that: use "
             "correction=tis (a cap on each token's weight), geo_mask_tis (answers that have "
@@ -231,8 +237,7 @@ def lora(learner: schema.LearnerSection) -> Iterator[str]:
 def alarms(log: schema.LogSection) -> Iterator[str]:
     for name, value in log.alarms.items():
         if name not in list(Alarm):
-            near = difflib.get_close_matches(str(name), list(Alarm), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(name, Alarm, "did you mean {}? ")
             yield f"log.alarms.{name}: no alarm; {hint}there are {', '.join(Alarm)}"
         elif alarm_setting(value) is None:
             yield (
@@ -275,15 +280,18 @@ def environment(
             "rollout.source=dataset samples nothing; use sampler, or leave it out",
         )
     if context is not None and context < single:
-        way_out = f"a prompt and one answer take up to {single} (max_prompt_tokens + max_response_tokens); use as many"
-        found.add("rollout.max_context_tokens", way_out)
-    if reward.overlong_buffer:
-        way_out = (
-            "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
+        found.add(
+            "rollout.max_context_tokens",
+            f"a prompt and one answer take up to {single} (max_prompt_tokens + "
+            "max_response_tokens); use as many",
         )
-        found.add("reward.overlong_buffer", way_out)
+    if reward.overlong_buffer:
+        found.add(
+            "reward.overlong_buffer",
+            "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut",
+        )
     if credit != schema.Credit.outcome:
-        if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
+        if LOSSES[loss.name].per_row or LOSSES[loss.name].selects:
             found.add(
                 "environment.credit",
                 f"loss.name={loss.name} knows one advantage a row; use outcome",

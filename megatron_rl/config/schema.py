@@ -38,7 +38,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Estimator,
     Format,
     Forward,
-    History,
     IfExists,
     InFlight,
     KlOn,
@@ -61,7 +60,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Sleep,
     Stat,
     Transport,
-    TrustRegion,
     Wandb,
     When,
 )
@@ -78,7 +76,6 @@ from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     WeightConfig,
 )
 from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
-    TIES,
     VERIFIERS,
     EnvironmentSection,
     QuantizationSection,
@@ -137,11 +134,11 @@ class ModelSection:
     @property
     def folder(self) -> Path:
         """The folder that holds config.json and the tokenizer."""
-        kept = Path(self.path) / KEPT
-        imported = (
-            not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
-        )
-        return kept if imported else Path(self.path)
+        path = Path(self.path)
+        kept = path / KEPT
+        if (kept / "config.json").is_file() and not (path / "config.json").is_file():
+            return kept  # of an imported checkpoint
+        return path
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 out of bounds, each a sentence (`misfits`); typed sections of values that fit (`made`).
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
@@ -11,7 +10,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megatron_rl.config.bounds import Bound, Inside, as_written, is_number
+from megatron_rl.config.bounds import Bound, Inside, as_written, did_you_mean, is_number
 from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
@@ -182,10 +181,7 @@ def _way_out(value: object, key: Key) -> str:
     null = ", or null" if NoneType in key.kinds else ""
     if key.choices:
         word = as_written(value).lower().replace("-", "_")
-        near = difflib.get_close_matches(word, key.choices, n=1, cutoff=0.85)
-        hint = ""
-        if near:
-            hint = f"did you mean {near[0]}? "
+        hint = did_you_mean(word, key.choices, "did you mean {}? ", cutoff=0.85)
         return f"{hint}use one of {', '.join(key.choices)}{null}"
     if key.section and key.container is None:
         return f"it is a section; its keys are {', '.join(keys_of(key.section))}"

@@ -167,16 +167,14 @@ class Source(Sequence[Prompt]):
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
         """Prompt and answer of every row; answers only where they are needed."""
         texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
-        for index, (prompt, answer) in enumerate(texts or self._read_pairs()):
+        if texts is None:
+            texts = (self._pair(row, index) for index, row in enumerate(self._rows))
+        for index, (prompt, answer) in enumerate(texts):
             if prompt is None or answer is None:
                 prompt, answer = self._pair(self._rows[index], index)  # names what is wrong
             encoded = prompt.encode()
             self._sizes.append(len(encoded))
             yield encoded, answer.encode() if self._needs_answer else b""
-
-    def _read_pairs(self) -> Iterator[tuple[str, str]]:
-        for index, row in enumerate(self._rows):
-            yield self._pair(row, index)
 
     def _pair(self, row: dict[str, Any], index: int) -> tuple[str, str]:
         prompt = self._prompt(row, index)

@@ -59,7 +59,7 @@ def field(row: Mapping[str, Any], name: str) -> Any:
                 there = ", ".join(map(str, found)) or "nothing"
             else:
                 there = type(found).__name__
-            raise LookupError(f"{'.'.join(passed)} has {there}" if passed else f"it has {there}")
+            raise LookupError(f"{'.'.join(passed) or 'it'} has {there}")
         found = found[part]
         passed.append(part)
     return found

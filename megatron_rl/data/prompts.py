@@ -4,7 +4,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
     asked = [(config.reward, _some(train))]
     for one in held_out(config):
         rows = load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
-        asked += [(one.reward, _some(rows))] if one.reward != config.reward else []
+        if one.reward != config.reward:
+            asked.append((one.reward, _some(rows)))
     return notes, asked
 
 
@@ -125,17 +126,16 @@ class PromptOrder:
         self._prompts = dataset.prompts
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]
-        if len(shares) > 1:
-            self._counts = _counts([weight for _, weight in shares])
-        else:
-            self._counts = [1]
+        weights = [weight for _, weight in shares]
+        # places of each source in a cycle
+        self._counts = [max(1, round(CYCLE * weight / sum(weights))) for weight in weights]
         self._seed = seed
         self._epoch = lru_cache(len(shares))(self._shuffled)
         self._cycle = lru_cache(1)(self._turns)
         self.position = position
 
     def take(self, count: int) -> list[Prompt]:
-        return [prompt for _, prompt in zip(range(count), self._stream(), strict=False)]
+        return list(islice(self._stream(), count))
 
     def _stream(self) -> Iterator[Prompt]:
         while True:
@@ -154,14 +154,10 @@ class PromptOrder:
         return source, cycle * self._counts[source] + before
 
     def _turns(self, cycle: int) -> list[tuple[int, int]]:
-        sources = [source for source, count in enumerate(self._counts) for _ in range(count)]
+        sources = [source for source, places in enumerate(self._counts) for _ in range(places)]
         random.Random(f"{self._seed}/cycle/{cycle}").shuffle(sources)
-        seen = [0] * len(self._counts)
-        turns = []
-        for source in sources:
-            turns.append((source, seen[source]))
-            seen[source] += 1
-        return turns
+        numbers = [count() for _ in self._counts]
+        return [(source, next(numbers[source])) for source in sources]
 
     def _shuffled(self, source: int, epoch: int) -> Sequence[int]:
         order = array("L", range(self._firsts[source + 1] - self._firsts[source]))
@@ -171,8 +167,3 @@ class PromptOrder:
             name = f"{self._seed}/{source}/{epoch}"
         random.Random(name).shuffle(order)
         return order
-
-
-def _counts(weights: Sequence[float]) -> list[int]:
-    """Places in a cycle: at least one each."""
-    return [max(1, round(CYCLE * weight / sum(weights))) for weight in weights]

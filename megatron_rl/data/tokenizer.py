@@ -69,12 +69,10 @@ class FolderTokenizer:
         self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool
     ) -> str:
         """Render a conversation; `opened`: with a generation prompt. Raises what jinja raises."""
+        given: dict[str, Any] = {**options, "add_generation_prompt": opened}
         if tools:
-            shown = {"tools": self._control.mark_texts(list(tools))}
-        else:
-            shown = {}
-        options = {**options, "add_generation_prompt": opened, **shown}
-        return self._render(list(messages), options)
+            given["tools"] = self._control.mark_texts(list(tools))
+        return self._render(list(messages), given)
 
     def template(self) -> str:
         """The chat template itself; empty where there is none."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_whole, write_whole
+from megatron_rl.files import read_whole, write_json, write_whole
 
 PAD = "<pad>"
 END = "<end>"
 CHARACTERS = "0123456789+-*= "
+VOCABULARY = {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
 REASONING = "chain_sum"
 REASONING_SETTINGS = {
     "min_terms": 2,
@@ -57,32 +58,29 @@ SHRUNK = frozenset(
 @dataclass(frozen=True)
 class ToyTask:
     """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of
-    them are never trained on. An answer of several `terms` applies `+b` again to each: 127+8= is
-    135 143 151 ...
+    them are never trained on. An answer of several `terms` adds b again to each: 127+8= is 135 143
+    151 ...
     """
 
     smallest: int = 0
     largest: int = 999
     largest_second: int = 9
-    operators: str = "+"
     terms: int = 1
     held_out: int = 256
     seed: int = 1
 
     def problems(self) -> list[dict[str, str]]:
         return [
-            {"prompt": f"{a}{operator}{b}=", "answer": " ".join(self._answers(a, operator, b))}
-            for operator in self.operators
+            {
+                "prompt": f"{a}+{b}=",
+                "answer": " ".join(str(a + b * term) for term in range(1, self.terms + 1)),
+            }
             for a in range(self.smallest, self.largest + 1)
             for b in range(self.largest_second + 1)
         ]
 
-    def _answers(self, a: int, operator: str, b: int) -> Iterator[str]:
-        for _ in range(self.terms):
-            a = {"+": a + b, "-": a - b, "*": a * b}[operator]
-            yield str(a)
 
-
+ADDITION = ToyTask()
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)
 SLIPS = 0.1  # of the terms that a warm start imitates
 
@@ -92,21 +90,10 @@ def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dic
     terms = []
     off = 0
     for term in map(int, row["answer"].split()):
-        off += draw.choice((-1, 1)) if draw.random() < share else 0
+        if draw.random() < share:
+            off += draw.choice((-1, 1))
         terms.append(str(term + off))
     return {**row, "answer": " ".join(terms)}
-
-
-@dataclass(frozen=True)
-class ToyShape:
-    hidden: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn: int = 256
-    tied: bool = True
-    context: int = 64
 
 
 def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
@@ -119,62 +106,47 @@ def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[
 
 
 def write_toy(
-    folder: Path,
-    task: ToyTask | None = None,
-    shape: ToyShape | None = None,
-    like: Mapping[str, Any] | None = None,
+    folder: Path, task: ToyTask = ADDITION, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
     """Write `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: a model's config."""
-    task = task or ToyTask()
-    shape = shape or ToyShape()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test = problems[: task.held_out]
     train = problems[task.held_out :]
     counts = write_rows(folder, train=train, test=test)
-    config = hf_config(shape) if like is None else shrunk(like)
-    _write({folder / "model" / "config.json": json.dumps(config, indent=2) + "\n"})
+    config = hf_config() if like is None else shrunk(like)
+    _write(folder / "model" / "config.json", json.dumps(config, indent=2) + "\n")
     write_tokenizer(folder / "model")
     return counts
 
 
 def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Writes NAME.jsonl of each, and counts its rows."""
-    _write(
-        {
-            folder / f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in files[name])
-            for name in files
-        }
-    )
+    for name, rows in files.items():
+        _write(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return {name: len(rows) for name, rows in files.items()}
 
 
-def _write(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
-        if path.exists() and read_whole(path) != text.encode():
-            raise ConfigError(
-                f"{path} is there already, with other content: remove it, or name another folder"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+def _write(path: Path, text: str) -> None:
+    if path.exists() and read_whole(path) != text.encode():
+        raise ConfigError(
+            f"{path} is there already, with other content: remove it, or name another folder"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
     """Config of a small model of the same family, for two cores; four layers allow a pipeline."""
-    shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
-    experts = {
+    sizes = hf_config() | {
+        "num_hidden_layers": 4,
         "num_experts": 4,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
     }
-    sizes = hf_config(shape) | experts
     tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
-
-
-def vocabulary() -> dict[str, int]:
-    return {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -182,7 +154,7 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelled = {token.replace(" ", "Ġ"): number for token, number in vocabulary().items()}
+    spelled = {token.replace(" ", "Ġ"): number for token, number in VOCABULARY.items()}
     tokenizer = Tokenizer(models.BPE(spelled, [], unk_token=PAD))
     tokenizer.pre_tokenizer = as_bytes
     tokenizer.decoder = decoders.ByteLevel()
@@ -194,34 +166,34 @@ def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
-    write_whole(folder / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", about)
 
 
-def hf_config(shape: ToyShape) -> dict[str, Any]:
-    tokens = vocabulary()
+def hf_config() -> dict[str, Any]:
+    """Config of the model of the toys."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(tokens),
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
+        "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": True,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "bfloat16",
-        "pad_token_id": tokens[PAD],
+        "pad_token_id": VOCABULARY[PAD],
         "bos_token_id": None,
-        "eos_token_id": tokens[END],
+        "eos_token_id": VOCABULARY[END],
     }
 
 
@@ -270,10 +242,14 @@ def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     save_tokenizer(
         tokenizer, folder, pad_token=TEXT_END, eos_token=TURN_END, chat_template=CHAT_TEMPLATE
     )
-    shape = ToyShape(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn=512, context=128)
-    tokens = {
+    config = hf_config() | {
         "vocab_size": BPE_VOCABULARY,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 512,
+        "max_position_embeddings": 128,
         "pad_token_id": 0,
         "eos_token_id": special.index(TURN_END),
     }
-    (folder / "config.json").write_text(json.dumps(hf_config(shape) | tokens, indent=2) + "\n")
+    write_json(folder / "config.json", config)

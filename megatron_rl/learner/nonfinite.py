@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.batch import Batch, Targets
@@ -24,7 +23,7 @@ from megatron_rl.config.prox_pass import DRAWS
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.policy import RANDOM, Policy
-from megatron_rl.models.tensors import write_tensors
+from megatron_rl.models.tensors import read_tensors, write_tensors
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
 POLICY = "policy"
@@ -164,9 +163,8 @@ class NonFiniteUpdates:
 
 def read_minibatch(path: Path) -> tuple[Minibatch, dict[str, Tensor], dict[str, Any]]:
     """A dump's minibatch, random states, and metadata."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        about = json.loads((file.metadata() or {})["about"])
+    tensors, metadata = read_tensors(path)
+    about = json.loads(metadata["about"])
     random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(RANDOM)}
     batch = {
         name.removeprefix(OF_BATCH): tensors.pop(name)

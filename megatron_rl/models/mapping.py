@@ -4,7 +4,6 @@ Pure integers. Megatron names are global here (`global_name`): layer and expert 
 the whole model.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
@@ -265,8 +265,8 @@ def find(name: str, shape: ModelShape) -> Param:
         if (layer or 0) >= shape.layers or (expert or 0) >= max(shape.experts, 1):
             continue
         return _param(row, shape, layer, expert)
-    near = difflib.get_close_matches(plain, [param.megatron for param in params(shape)], n=1)
-    hint = f"; the nearest known name is {near[0]}" if near else ""
+    known = [param.megatron for param in params(shape)]
+    hint = did_you_mean(plain, known, "; the nearest known name is {}")
     raise KeyError(
         f"no row of the mapping table fits the megatron parameter {name!r} of a {shape.family} "
         f"model{hint}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import ALL_LINEAR, LoraSection
 
 ADAPTER = "lora"  # its name in its layer
@@ -74,8 +74,7 @@ class ModelShape:
     def from_hf(cls, hf_config: Mapping[str, Any]) -> ModelShape:
         family = str(hf_config.get("model_type", ""))
         if family not in FAMILIES:
-            close = difflib.get_close_matches(family, FAMILIES, n=1)
-            hint = f"; did you mean {close[0]!r}" if close else ""
+            hint = did_you_mean(family, FAMILIES, "; did you mean {!r}")
             raise ValueError(
                 f"model_type {family!r} is not supported{hint} (supported: {', '.join(FAMILIES)})"
             )

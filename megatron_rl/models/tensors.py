@@ -65,3 +65,11 @@ def write_tensors(
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode & 0o777)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -13,6 +13,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.data import toy
 from megatron_rl.data.rows import SUFFIXES, read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
+from megatron_rl.files import write_json
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import companions
@@ -32,7 +33,7 @@ def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = No
     if like:
         config = toy.shrunk(like)
     else:
-        config = toy.hf_config(toy.ToyShape(layers=4))
+        config = toy.hf_config() | {"num_hidden_layers": 4}
     try:
         ModelShape.from_hf(config)
     except ValueError as error:
@@ -47,7 +48,7 @@ def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = No
             f"of rows ({', '.join(SUFFIXES)}); name one of them"
         )
     config |= _of_the_tokenizer(model) | {"max_position_embeddings": CONTEXT}
-    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(model / "config.json", config)
     millions = parameters(ModelShape.from_hf(config)) / 1e6
     return f"{model}: {config['model_type']} of {millions:.1f} million parameters, {config['vocab_size']} tokens"
 

@@ -110,7 +110,10 @@ def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
     else:
         roots = [here]
     for name in names:
-        file = (folder / name).resolve()
+        try:
+            file = (folder / name).resolve()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None  # a link to itself
         if not any(file.is_relative_to(root) for root in roots):
             raise ValueError(
                 f"{folder / name} is a link out of its folder, to {file}; put the file itself there"

@@ -2,10 +2,10 @@
 vLLM. Torch-free.
 """
 
-import difflib
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.choices import Device, Format, KvCache, Offload, Router, Sleep, Transport
 from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
@@ -103,8 +103,7 @@ def ignored(
         if entry == EXPERTS_PATTERN and not shape.experts:
             continue  # conf/cluster/cpu.yaml has it for every model
         if not any(is_ignored(module, [entry]) for module in modules):
-            near = difflib.get_close_matches(entry, modules, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(entry, modules, "did you mean {}? ")
             yield (
                 f"quantization.ignore: {entry!r} matches no layer of this model; {hint}names are written as in "
                 r"checkpoints, such as model.layers.0.mlp.down_proj, patterns as re:.*\.down_proj"

@@ -13,7 +13,7 @@ import msgspec
 from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files

@@ -4,11 +4,9 @@ from megatron_rl.rewards.task import Judgement, Task, right_or_wrong, verifier
 from megatron_rl.types import Verdict
 
 
-def _judge(task: Task) -> Judgement:
+@verifier
+def reward(task: Task) -> Judgement:
     response = task.response.strip()
     if response:
         return right_or_wrong(response == task.answer.strip(), response)
     return Judgement(Verdict.no_answer)
-
-
-reward = verifier(_judge)

@@ -6,7 +6,6 @@ number, or a mapping whose `score` is one; other numbers in it are metrics. `imp
 environments and integrations as well.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
@@ -51,8 +51,7 @@ def resolve(name: str) -> Reward:
             ) from None
     if ":" in name:
         return load(name)
-    near = difflib.get_close_matches(name, VERIFIERS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, VERIFIERS, "; did you mean {}?")
     raise LookupError(
         f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not "
         f"package.module:function or path/file.py:function{hint}"
@@ -68,28 +67,26 @@ class Rewards:
 
     def judge(self, task: Task) -> Judgement:
         """Add up what the rewards say; raises what a reward raises."""
-        judged = [(name, reward(task), weight) for name, reward, weight in self._parts]
-        applied = [
-            (name, one, self._worth(one), weight) for name, one, weight in judged if one is not None
-        ]
+        score = 0.0
+        details: dict[str, float] = {}
+        applied: list[Judgement] = []
+        for name, reward, weight in self._parts:
+            one = reward(task)
+            if one is None:
+                continue
+            applied.append(one)
+            score += self._worth(one) * weight
+            # of two numbers of one name the first counts
+            own = {f"own/{key.replace('/', '_')}": value for key, value in one.details.items()}
+            details = own | details
+            if len(self._parts) > 1:
+                details[f"part/{name.replace('/', '_')}"] = self._worth(one)
         if not applied:
             raise ValueError("no reward applies to this row")
-        late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
-        numbers = [
-            ("own", name, value)
-            for _, one, _, _ in applied[::-1]
-            for name, value in one.details.items()
-        ]
-        if len(self._parts) > 1:
-            numbers += [("part", name, score) for name, _, score, _ in applied]
-        details = {f"{family}/{name.replace('/', '_')}": value for family, name, value in numbers}
-        verdict = Verdict.timeout if late else applied[0][1].verdict
-        return Judgement(
-            verdict,
-            sum(score * weight for _, _, score, weight in applied),
-            details,
-            applied[0][1].answer,
-        )
+        verdict = applied[0].verdict
+        if any(one.verdict == Verdict.timeout for one in applied):
+            verdict = Verdict.timeout
+        return Judgement(verdict, score, details, applied[0].answer)
 
     def _worth(self, one: Judgement) -> float:
         if one.score is not None:

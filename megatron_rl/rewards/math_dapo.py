@@ -104,11 +104,9 @@ def found(response: str) -> str | None:
     return lines[-1] if lines else None
 
 
-def _judge(task: Task) -> Judgement:
+@verifier
+def reward(task: Task) -> Judgement:
     answer = found(task.response)
     if answer is None:
         return Judgement(Verdict.no_answer)
     return right_or_wrong(normal(answer) == normal(task.answer), normal(answer))
-
-
-reward = verifier(_judge)

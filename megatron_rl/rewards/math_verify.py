@@ -47,7 +47,8 @@ def _text(found: list[Any]) -> str | None:
         return None
 
 
-def _judge(task: Task) -> Judgement:
+@verifier
+def reward(task: Task) -> Judgement:
     try:
         truth = _truth(task.answer)
         response = _parsed(task.response, _RESPONSE)
@@ -68,6 +69,3 @@ def _judge(task: Task) -> Judgement:
     if late:
         return Judgement(Verdict.timeout)
     return right_or_wrong(False, _text(response))
-
-
-reward = verifier(_judge)

@@ -9,9 +9,9 @@ import os
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -21,7 +21,7 @@ from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rewards.user_process import (
     START_TIMEOUT_S,
     RewardLog,
@@ -51,16 +51,6 @@ class RewardsHang(RuntimeError):
     )
 
 
-@dataclass(frozen=True)
-class Score:
-    reward: float
-    verdict: Verdict
-    error: str | None = None  # why there is no score
-    details: Mapping[str, float] = field(default_factory=dict)
-    answer: str | None = None
-    away: bool = False  # a connection that failed is behind the error
-
-
 DIED = Score(0.0, Verdict.error, "the reward worker died")
 GARBLED = Score(0.0, Verdict.error, "the reward worker's channel held something else than a score")
 
@@ -69,12 +59,7 @@ class _Reply(msgspec.Struct):
     """A reward runs in the worker, and may write what it likes into its channel."""
 
     id: int
-    verdict: Verdict
-    score: float = 0.0
-    error: str | None = None
-    details: dict[str, float] = {}
-    answer: str | None = None
-    away: bool = False
+    score: Score
 
 
 class RewardPool:
@@ -100,11 +85,7 @@ class RewardPool:
         shares = [tasks[index::count] for index in range(count)]
         waiting = heartbeat.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S)
         with self._turn, waiting:
-            done = list(
-                self._threads.map(
-                    lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)
-                )
-            )
+            done = list(self._threads.map(_Worker.score, self._workers, shares))
         return [done[index % count][index // count] for index in range(len(tasks))]
 
     def close(self) -> None:
@@ -260,16 +241,7 @@ class _Worker:
                         *scores,
                         Score(0.0, Verdict.error, "the reward worker answered out of turn"),
                     ]
-                scores.append(
-                    Score(
-                        reply.score,
-                        reply.verdict,
-                        reply.error,
-                        reply.details,
-                        reply.answer,
-                        reply.away,
-                    )
-                )
+                scores.append(reply.score)
                 self._breaker.note(False)
         except TimeoutError:
             self.stop()

@@ -23,7 +23,8 @@ def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(name)
 
 
-def _judge(task: Task) -> Judgement:
+@verifier
+def reward(task: Task) -> Judgement:
     metadata = task.row["metadata"]
     if isinstance(metadata, str):
         metadata = json.loads(metadata)
@@ -40,6 +41,3 @@ def _judge(task: Task) -> Judgement:
     if score >= NEARLY_RIGHT:
         return Judgement(Verdict.right, answer=answer)
     return Judgement(Verdict.wrong, score or None, answer=answer)
-
-
-reward = verifier(_judge)

@@ -1,4 +1,4 @@
-"""Types of our rewards: Task (row, response), Judgement (verdict, score); `verifier`."""
+"""Types of our rewards: Task (row, response), Judgement (verdict, score), Score; `verifier`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +30,18 @@ class Judgement:
     details: Mapping[str, float] = field(default_factory=dict)
     # what was found in the response; two that mean the same are the same text
     answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a worker sends back of a task."""
+
+    reward: float
+    verdict: Verdict
+    error: str | None = None  # why there is no score
+    details: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    away: bool = False  # a connection that failed is behind the error
 
 
 # None: this reward does not apply to this row

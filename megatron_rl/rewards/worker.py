@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
 from megatron_rl.rewards.functions import Rewards
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.types import Verdict
 
 LONGEST_ANSWER = 64  # bytes
@@ -56,14 +56,14 @@ def main(descriptor: int, parent: int) -> None:
     itself = os.getpid()
     while True:
         message = channel.receive()
-        reply = judge(rewards, message["task"])
+        score = judge(rewards, message["task"])
         if os.getpid() != itself:
             # a child that the reward has forked and let go on: the channel is not its own
             os._exit(0)
-        channel.send({"id": message["id"], **reply})
+        channel.send({"id": message["id"], "score": score})
 
 
-def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
+def judge(rewards: Rewards, content: bytes) -> Score:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
@@ -71,12 +71,12 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
         text = "".join(traceback.format_exception_only(error)).strip()
         # whatever a library has made of it
         away = AWAY.search("".join(traceback.format_exception(error))) is not None
-        return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR]), "away": away}
+        return Score(0.0, Verdict.error, _sendable(text[:MAX_ERROR]), away=away)
     if judged.verdict == Verdict.timeout:
-        return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
+        return Score(0.0, judged.verdict, "the verifier stopped at its own time limit")
     details = {_sendable(name): number for name, number in judged.details.items()}
-    said = {"verdict": judged.verdict, "score": judged.score, "details": details}
-    return said | ({} if judged.answer is None else {"answer": _short(judged.answer)})
+    answer = None if judged.answer is None else _short(judged.answer)
+    return Score(judged.score or 0.0, judged.verdict, details=details, answer=answer)
 
 
 def _sendable(text: str) -> str:

@@ -22,8 +22,8 @@ from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.rewards.functions import reads_last
-from megatron_rl.rewards.pool import RewardPool, Score
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.session_rewards import session_metrics, session_score
 from megatron_rl.runs.timeline import Span
 from megatron_rl.types import (

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from megatron_rl.rewards.pool import Score
+from megatron_rl.rewards.task import Score
 from megatron_rl.types import NEARLY_RIGHT, Session, SessionTurn, Verdict
 
 TURNS_SHOWN = 4  # turns that have numbers of their own

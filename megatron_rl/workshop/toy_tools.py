@@ -3,7 +3,6 @@ tokenizer in which a tool call is a few pieces. What its warm start imitates cal
 rows, and guesses in the others.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,11 @@ from megatron_rl.data.toy import (
     TEXT_END,
     TURN_END,
     TURN_START,
-    ToyShape,
     hf_config,
     save_tokenizer,
     write_rows,
 )
+from megatron_rl.files import write_json
 
 # factors: all products have six digits
 SMALLEST = 317
@@ -124,8 +123,10 @@ def write_tool_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     ends = {"pad_token_id": tokens[TEXT_END], "eos_token_id": tokens[TURN_END]}
     about = {
-        "config.json": hf_config(ToyShape(context=128)) | {"vocab_size": len(tokens)} | ends,
+        "config.json": hf_config()
+        | {"max_position_embeddings": 128, "vocab_size": len(tokens)}
+        | ends,
         "generation_config.json": ends,
     }
     for name, content in about.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / name, content)

@@ -146,7 +146,8 @@ def test_a_manifest_of_any_types(
     "checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read"
 )
 @pytest.mark.parametrize(
-    "name", ["../secret", "/dev/zero", "policy/../../secret", "link", "folder/x", "pipe", ".", ""]
+    "name",
+    ["../secret", "/dev/zero", "policy/../../secret", "link", "folder/x", "loop", "pipe", ".", ""],
 )
 def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
@@ -155,6 +156,7 @@ def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "x").write_text("secret")
     (path / "folder").symlink_to("../../elsewhere")
+    (path / "loop").symlink_to("loop")
     os.mkfifo(path / "pipe")
     content = json.loads((path / "checkpoint.json").read_text())["content"]
     content["files"][name] = [6, checkpoints.digest(tmp_path / "secret")[1]]

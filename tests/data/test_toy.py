@@ -11,7 +11,6 @@ from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import (
     COUNTING,
     SLIPS,
-    ToyShape,
     ToyTask,
     hf_config,
     write_counting,
@@ -128,7 +127,7 @@ def test_transformers_own_class_of_a_family_reads_as_we_do(tmp_path: Path, famil
     """AutoTokenizer takes the class of model_type, which may make its own splits."""
     from transformers import AutoTokenizer
 
-    write_toy(tmp_path, like={**hf_config(ToyShape()), "model_type": family})
+    write_toy(tmp_path, like=hf_config() | {"model_type": family})
     ours = FolderTokenizer(tmp_path / "model")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in ("12+34=46", "100-7*3 = 79", "   1 2", "0123456789+-*= "):

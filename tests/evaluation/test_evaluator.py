@@ -9,8 +9,7 @@ from megatron_rl.config import ConfigError, from_mapping, load
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.schema import Config, RewardSection
 from megatron_rl.evaluation import Evaluator
-from megatron_rl.rewards.pool import Score
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.types import Prompt, Verdict

@@ -1,9 +1,11 @@
 """Tokens and operations a second, from a step's metrics."""
 
+import json
+
 import pytest
 
 from megatron_rl.config.schema import Device, LearnerSection, SamplerSection
-from megatron_rl.data.toy import ToyShape, write_toy
+from megatron_rl.data.toy import hf_config
 from megatron_rl.learner.achieved import Achieved, memory_peaks
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine, named
@@ -21,10 +23,14 @@ LINE = {
 
 
 def achieved(tmp_path, machine: Machine) -> Achieved:
-    write_toy(
-        tmp_path, shape=ToyShape(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96)
-    )
-    model = Model.read(tmp_path / "model", LearnerSection())
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 96,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf_config() | sizes))
+    model = Model.read(tmp_path, LearnerSection())
     devices = roles(model.layout, SamplerSection(), machine.gpus).gpus
     peak = machine.gpu.tflops if machine.gpu else None
     return Achieved(model, devices, peak, sampled=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import Command, write_lines
 
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_chat_tokenizer, write_tokenizer

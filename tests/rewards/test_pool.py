@@ -17,8 +17,8 @@ from megatron_rl.config.schema import RewardSection
 from megatron_rl.processes.process import state_of
 from megatron_rl.rewards import user_process
 from megatron_rl.rewards.functions import LONGEST_NAME, MOST_DETAILS
-from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.pool import RewardPool, RewardsHang
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.types import Verdict
 
 PATIENCE_S = 120.0

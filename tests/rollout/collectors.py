@@ -7,8 +7,7 @@ from rollouts import rollout
 
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import Dataset, PromptOrder
-from megatron_rl.rewards.pool import Score
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.collect import AtOnce, Collector, Scorer
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 

@@ -15,8 +15,7 @@ from helpers import wait_for
 from rollouts import rollout
 
 from megatron_rl.config.schema import InFlight, RolloutSection
-from megatron_rl.rewards.pool import Score
-from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.ahead import Ahead, Gate
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 

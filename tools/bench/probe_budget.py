@@ -33,7 +33,7 @@ import torch
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Config, Format
-from megatron_rl.data.toy import ToyShape, hf_config
+from megatron_rl.data.toy import hf_config
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.processes.scratch import entered
 from megatron_rl.rank import alone
@@ -124,15 +124,16 @@ def make_random(folder: Path, hidden: int, layers: int) -> Path:
     """A model without a tokenizer, of weights as large as trained ones have."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = ToyShape(
-        hidden,
-        layers,
-        heads=hidden // 64,
-        kv_heads=max(1, hidden // 128),
-        head_dim=64,
-        ffn=4 * hidden,
-    )
-    card = {**hf_config(replace(shape, context=256)), "vocab_size": 32000}
+    card = hf_config() | {
+        "vocab_size": 32000,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 128),
+        "head_dim": 64,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 256,
+    }
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**card)).bfloat16()
     write_folder(

@@ -4,14 +4,13 @@ unpickled (pickled.py), and every number in it is held against the files. Torch-
 """
 
 import math
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, read_pickle
-from megatron_rl.files import read_json
+from megatron_rl.files import read_json, read_whole
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
@@ -41,6 +40,10 @@ _NAMES = {
     *_INDEXES,
     *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split()),
 }
+
+
+# tensor and offset -> file, first byte, bytes
+_Places = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
 
 
 class CheckpointError(ValueError):
@@ -104,10 +107,9 @@ def read_index(folder: Path) -> dict[str, IndexedTensor]:
 
 
 def _content(path: Path) -> Made:
-    if path.stat().st_size > LARGEST_INDEX or not path.is_file():
-        raise ValueError(f"{path} is no file of at most {LARGEST_INDEX} bytes")
+    content = read_whole(path, LARGEST_INDEX)
     try:
-        found = read_pickle(path.read_bytes(), _NAMES)
+        found = read_pickle(content, _NAMES)
     except ValueError as error:
         raise ValueError(f"{path} is unreadable: {error}") from None
     if not any(_is(found, name) for name in _INDEXES):
@@ -115,11 +117,9 @@ def _content(path: Path) -> Made:
     return found
 
 
-def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further
-    than they reach.
-    """
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+def _places(folder: Path, content: Made) -> _Places:
+    """The places of all parts: in files of the folder, and in these no further than they reach."""
+    places: _Places = {}
     sizes: dict[str, int] = {}
     for key, info in _state(content, "storage_data"):
         name, offset = _fields(key, "fqn", "offset")
@@ -129,7 +129,8 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
         if not isinstance(name, str) or not isinstance(file, str) or transforms:
             raise ValueError("a place in it is none")
         if file not in sizes:
-            sizes[file] = _size_of(folder, file)
+            refuse_links_out(folder, [file])
+            sizes[file] = (folder / file).stat().st_size
         if not (_is_count(begin) and _is_count(nbytes)) or begin + nbytes > sizes[file]:
             raise ValueError(f"it places {name} beyond the {sizes[file]} bytes of {file}")
         place = name, () if offset is None else _numbers(offset)
@@ -139,19 +140,7 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
     return places
 
 
-def _size_of(folder: Path, file: str) -> int:
-    if Path(file).name != file:
-        raise ValueError(f"it names {file[:200]!r}, which is no file of its folder")
-    refuse_links_out(folder, [file])
-    about = (folder / file).stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{file} is no file")
-    return about.st_size
-
-
-def _kept(
-    key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
-) -> IndexedTensor:
+def _kept(key: str, about: Made, places: _Places) -> IndexedTensor:
     properties, size, chunks = _fields(about, "properties", "size", "chunks")
     whole = _numbers(size)
     dtype = _dtype(properties)
@@ -228,8 +217,11 @@ def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
         key = spelling
         axes = []
         if param.layer is not None:
-            axes += [(param.layer, shape.layers)] if stacked else []
-            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+            place = f"layers.{param.layer}."
+            if stacked:
+                axes.append((param.layer, shape.layers))
+                place = "layers."
+            key = key.replace("layers.{L}.", place)
         if param.expert is not None:
             axes.append((param.expert, shape.experts))
             key = key.replace(".local_experts.{E}.", ".experts.")

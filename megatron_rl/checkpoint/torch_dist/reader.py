@@ -18,6 +18,7 @@ import torch
 from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
+from megatron_rl.files import open_regular
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, adapters, params, stored_params
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
@@ -116,12 +117,12 @@ class Reader:
             ) from error
 
 
-def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
+def specs(reader: Reader, shape: ModelShape) -> dict[str, TensorSpec]:
     """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
-    found = []
+    found: dict[str, TensorSpec] = {}
     for param in stored_params(shape):
         dtype = reader.dtype(reader.find(param, shape))
-        found += [TensorSpec(name, dtype, size) for name, size in param.sizes.items()]
+        found |= {name: TensorSpec(name, dtype, size) for name, size in param.sizes.items()}
     return found
 
 
@@ -150,7 +151,7 @@ def read_saved(
     path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]
 ) -> torch.Tensor:
     """ValueError where those bytes of the file do not hold such a tensor."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(begin)
         content = io.BytesIO(file.read(nbytes))
     try:
@@ -161,12 +162,7 @@ def read_saved(
         found = torch.load(content, map_location="cpu", weights_only=True)
     except (*DAMAGED, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from None
-    wanted = (torch.Tensor, torch_dtype(dtype), torch.Size(size), torch.strided)
-    if not isinstance(found, torch.Tensor) or wanted != (
-        type(found),
-        found.dtype,
-        found.shape,
-        found.layout,
-    ):
+    wanted = (torch_dtype(dtype), size, torch.strided)
+    if type(found) is not torch.Tensor or (found.dtype, found.shape, found.layout) != wanted:
         raise ValueError(f"it holds something else than {dtype} {list(size)}")
     return found

@@ -68,18 +68,13 @@ def write_blocks(
         for block in blocks:
             begin = file.tell()
             _save(block, file)
-            size = list(block.tensor.shape)
-            dtype = dtype_name(block.tensor.dtype)
-            about = {
-                "key": block.key,
-                "whole": list(block.whole),
-                "offset": list(block.offset),
-                "size": size,
-            }
             written.append(
                 {
-                    **about,
-                    "dtype": dtype,
+                    "key": block.key,
+                    "whole": list(block.whole),
+                    "offset": list(block.offset),
+                    "size": list(block.tensor.shape),
+                    "dtype": dtype_name(block.tensor.dtype),
                     "file": path.name,
                     "begin": begin,
                     "bytes": file.tell() - begin,

@@ -1,11 +1,11 @@
 """Checks of config.json and recipe for what the learner cannot train; values of both. No torch."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import foreign
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import Lora, ModelShape
@@ -356,8 +356,7 @@ def lora(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
     known = dict.fromkeys(hf.split(".")[-2] for param in every for hf in param.hf)
     for target in learner.lora.targets if learner.lora.rank else ():
         if target not in (*known, ALL_LINEAR):
-            near = difflib.get_close_matches(target, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(target, known, "did you mean {}? ")
             yield (
                 f"learner.lora.targets: {target}, which no linear layer of a {shape.family} model "
                 f"is called; {hint}there are {', '.join(known)}, and {ALL_LINEAR} for all of them"

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.quantization.formats import BLOCK
-from megatron_rl.workshop.conversion.exports import Beside, write_folder
+from megatron_rl.workshop.conversion.exports import DTYPE, Beside, plain_dtype, write_folder
 from megatron_rl.workshop.conversion.sources import (
     QUANTIZATION_FILE,
     QUANTIZATION_KEYS,
@@ -36,7 +36,6 @@ from megatron_rl.workshop.conversion.sources import (
     Weights,
 )
 
-DTYPE = "bfloat16"
 ROWS_ELEMENTS = 1 << 17  # of FP32 values at once
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 QUANTIZED_DTYPES = frozenset({"int8", "uint8", "float8_e4m3fn"})
@@ -71,8 +70,7 @@ def part_of(name: str) -> tuple[str, str]:
 def dequantize_folder(source: Source, target: Path) -> None:
     if source.quantization is None:
         raise ValueError(f"{source.path} holds plain weights: config.json names no quantization")
-    key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
-    changes = dict.fromkeys(QUANTIZATION_KEYS) | {key: DTYPE}
+    changes = dict.fromkeys(QUANTIZATION_KEYS) | plain_dtype(source.hf_config)
     beside = Beside(source.folder, changes, without=(QUANTIZATION_FILE,))
     write_folder(
         dequantized(source.weights, source.quantization), target, beside, "dequantize", [source]

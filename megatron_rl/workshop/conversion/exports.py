@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.config.schema import KEPT
-from megatron_rl.files import write_whole
+from megatron_rl.files import write_json
 from megatron_rl.models.hf_folder import (
     FILE_BYTES,
     HfFolder,
@@ -37,6 +37,7 @@ from megatron_rl.workshop.conversion.work import begun, progress
 # of what an import keeps: imports.py
 HEADERS = "headers"
 EXTRAS = "extras"
+DTYPE = "bfloat16"  # of what dequantize and quantize leave unquantized
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Beside:
     changes: Mapping[str, Any] = field(default_factory=dict)
     without: Sequence[str] = ()  # files of it that do not belong to what is made
     headers: Mapping[str, bytes] = field(default_factory=dict)  # of the files as they stood
+
+
+def plain_dtype(config: Mapping[str, Any]) -> dict[str, str]:
+    """The entry of config.json by which unquantized weights are in BF16."""
+    return {"dtype" if "dtype" in config else "torch_dtype": DTYPE}
 
 
 def export_folder(source: Source, target: Path) -> None:
@@ -82,12 +88,12 @@ def write_folder(
         if beside.changes:
             config = json.loads((work.path / "config.json").read_text()) | dict(beside.changes)
             left = {key: value for key, value in config.items() if value is not None}
-            write_whole(work.path / "config.json", json.dumps(left, indent=2) + "\n")
+            write_json(work.path / "config.json", left)
         if beside.headers:
             if (beside.folder / INDEX).is_file():
                 shutil.copyfile(beside.folder / INDEX, work.path / INDEX)
         elif (index := index_of(files)) is not None:
-            write_whole(work.path / INDEX, json.dumps(index, indent=2) + "\n")
+            write_json(work.path / INDEX, index)
         work.publish(of_folder(work.path), **about)
 
 

@@ -21,13 +21,11 @@ from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.conversion.exports import Beside, write_folder
+from megatron_rl.workshop.conversion.exports import DTYPE, Beside, plain_dtype, write_folder
 from megatron_rl.workshop.conversion.modelopt import MODELOPT, quantize_by_modelopt
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights
 from megatron_rl.workshop.conversion.work import refuse_target
 
-# of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
-DTYPE = "bfloat16"
 AS_SAMPLER = "as_sampler"  # whatever the run's sampler had
 
 
@@ -44,11 +42,6 @@ class Recipe:
 
     def quantizes(self, name: str) -> bool:
         return formats.is_quantized(name, self.format, self.ignore)
-
-    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.rounds_first:
-            return tensor.to(torch_dtype(DTYPE))
-        return tensor
 
 
 def quantize_folder(
@@ -115,8 +108,8 @@ def _write(source: Source, target: Path, recipe: Recipe) -> None:
     layout = formats.quantization_config(
         recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none
     )
-    key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
-    beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})
+    changes = {"quantization_config": layout, **plain_dtype(source.hf_config)}
+    beside = Beside(source.folder, changes)
     made = _quantized(plain, source.shape, recipe)
     write_folder(made, target, beside, "quantize", [source], format=recipe.format.value)
 
@@ -160,7 +153,8 @@ def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
 
 
 def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict[str, torch.Tensor]:
-    tensor = recipe.rounded(tensor)
+    if recipe.rounds_first:  # as a learner in BF16 does
+        tensor = tensor.to(torch_dtype(DTYPE))
     if recipe.smoothing is not None:
         tensor = recipe.smoothing.fold(param, tensor)
     if not recipe.quantizes(name):

@@ -68,8 +68,7 @@ def of_folder(path: Path) -> Weights:
 
 def of_checkpoint(path: Path, shape: ModelShape) -> Weights:
     reader = torch_dist.Reader(path)
-    specs = {spec.name: spec for spec in torch_dist.specs(reader, shape)}
-    return Weights(specs, lambda: torch_dist.getter(reader, shape))
+    return Weights(torch_dist.specs(reader, shape), lambda: torch_dist.getter(reader, shape))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ the weights after them; it is read off the norms and applied to the plain side f
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.files import write_whole
+from megatron_rl.files import write_json
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
 from megatron_rl.models.table import Norm
@@ -188,10 +187,8 @@ def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | No
         return None
     ratio_H = torch.where(plain_H == smoothed_H, 1.0, plain_H.float() / smoothed_H.float())
     exponent_H = ratio_H.log2()
-    exact = bool((exponent_H == exponent_H.round()).all()) and bool(
-        (exponent_H.abs() <= LARGEST_EXPONENT).all()
-    )
-    return ratio_H if exact else None
+    exact_H = (exponent_H == exponent_H.round()) & (exponent_H.abs() <= LARGEST_EXPONENT)
+    return ratio_H if exact_H.all() else None
 
 
 @dataclass(frozen=True)
@@ -227,4 +224,4 @@ class Verified:
             "tensors": Counter(one.verdict.value for one in self.tensors),
             "worst": [asdict(one) for one in self.worst],
         }
-        write_whole(path, json.dumps(report, indent=1) + "\n")
+        write_json(path, report)

@@ -1,7 +1,6 @@
 """Output folder of a conversion, named .TARGET.partial until all tensors have been read back."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from megatron_rl.files import fsync, remove, write_whole
+from megatron_rl.files import publish_folder, remove, write_json
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
@@ -40,11 +39,8 @@ class Work:
             "output": {"content": content_digest(read), "tensors": len(read)},
             "versions": {name: metadata.version(name) for name in PACKAGES},
         }
-        write_whole(self.path / PARITY, json.dumps(certificate, indent=1) + "\n")
-        for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
-            fsync(folder)
-        self.path.rename(self.target)
-        fsync(self.target.parent)
+        write_json(self.path / PARITY, certificate)
+        publish_folder(self.path, self.target)
 
 
 def partial_of(target: Path) -> Path:

@@ -72,7 +72,7 @@ def read_folder(path: Path, linear: Shapes) -> tuple[dict[str, float], dict[str,
             alpha *= math.sqrt(rank)
         sizes = {name: (*linear[name], rank) for name in names}
         return dict.fromkeys(names, alpha), _tensors(path / WEIGHTS, sizes)
-    except (OSError, ValueError, RuntimeError) as error:  # of a link to itself the last
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

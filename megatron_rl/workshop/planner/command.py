@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError, cluster
-from megatron_rl.config.load import CONF, changes, load, read
+from megatron_rl.config.load import changes, load, read
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config

@@ -4,7 +4,6 @@ reject rules that several projects' settings come down to.
 
 from __future__ import annotations
 
-import difflib
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -60,12 +59,6 @@ class Unset:
         if self.names and self.names[0].isidentifier():
             key = self.names[0]
         return f"needs {missing}, which the file does not set; add {key}=... to the command"
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known name that a name is nearest to, as a question; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else ""
 
 
 def weigh(

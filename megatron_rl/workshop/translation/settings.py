@@ -12,11 +12,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.workshop.translation.keys import (
     Keys,
     Native,
     TranslationError,
-    did_you_mean,
     is_null,
 )
 from megatron_rl.workshop.translation.reading import DEEPEST
@@ -158,7 +158,7 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
     for part in path.split("."):
         if part in telling.union(names.common, parents, names.removed, names.others):
             continue
-        if hint := did_you_mean(part, telling, 0.85):
+        if hint := did_you_mean(part, telling, cutoff=0.85):
             raise TranslationError(f"{framework}: {path}: unknown; {hint}")
         if any(map(SUSPECT.fullmatch, WORD.findall(part))) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)

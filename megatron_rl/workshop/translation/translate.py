@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_rl.config.bounds import as_written
+from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
@@ -33,7 +33,6 @@ from megatron_rl.workshop.translation.keys import (
     Keys,
     Native,
     TranslationError,
-    did_you_mean,
     printable,
 )
 from megatron_rl.workshop.translation.reading import Reading

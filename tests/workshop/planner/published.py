@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config import from_mapping
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.plan import Plan, plan

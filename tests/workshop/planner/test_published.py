@@ -10,7 +10,7 @@ import pytest
 from published import DIED, ETP1, FULL, INTERLEAVED, OF_235B, RAN, SP, ranks
 
 from megatron_rl.config import from_mapping
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.case import Assumptions
 from megatron_rl.workshop.planner.memory.engine import GIB

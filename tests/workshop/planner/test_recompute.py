@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from megatron_rl.config import cluster, load
-from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, named
