@@ -24,7 +24,7 @@ from megatron_rl.preflight.machine import NoGpu, detect, named, own
 from megatron_rl.preflight.sizes import size_problems
 from megatron_rl.workshop.planner import precision, slurm, suggest, table
 from megatron_rl.workshop.planner.case import Assumptions, Case
-from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.traffic import Traffic
 
 
@@ -50,40 +50,35 @@ def answer(request: Request) -> tuple[str, list[str]]:
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
     machine = named(on) if on else None
-    problems = [*found, *_mistakes(request)]
-    if hf_config is None or problems:
-        return "", _together(problems, checks.problems(config, on=machine) if whole else [])
+    problems = checks.problems(config, on=machine) if whole else []
+    wrong = [*found, *_mistakes(request)]
+    if hf_config is None or wrong:
+        return "", list(dict.fromkeys([*wrong, *problems]))
+    case = None
     if whole or machine or request.suggest or request.precision:
         case = Case(config, hf_config, machine or detect(config.run.device), assumed)
         if request.suggest:
             said, fits = suggest.describe(str(request.target), case)
             return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
-    else:
-        case = None
-    sizes = _size_problems(config, hf_config)
-    if case and request.precision and not sizes:
+    if sizes := _size_problems(config, hf_config):
+        return "", list(dict.fromkeys([*sizes, *problems]))
+    if case and request.precision:
         return _precision(case, request.as_json), []
-    problems = _together(sizes, checks.problems(config, on=machine) if whole else [])
-    if sizes:
-        return "", problems
-    made = plan_case(case) if case else None
-    problems += made.problems if made else ()
-    if request.sbatch and made:
-        return slurm.sbatch(request.target, request.overrides, config, made), problems
     sync = Traffic(config, hf_config, request.replicas)
-    if request.as_json:
-        about = {"model": config.model.path, **(as_json(made) if made else {})}
-        about |= {"sync": sync.numbers(), "problems": problems}
-        return json.dumps(about, indent=2), problems
+    about: dict[str, Any] = {"model": config.model.path}
     texts = [sync.describe(request.link_gbs)]
-    if made:
+    if case:
+        made = plan(case)
+        problems += made.problems
+        if request.sbatch:
+            return slurm.sbatch(request.target, request.overrides, config, made), problems
+        about |= as_json(made)
         edits = list(changes(request.target, request.overrides)) if whole else []
         texts.insert(0, table.describe(config, made, edits))
+    if request.as_json:
+        about |= {"sync": sync.numbers(), "problems": problems}
+        return json.dumps(about, indent=2), problems
     return "\n\n".join(texts), problems
-
-
-def _together(*problems: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(line for each in problems for line in each))
 
 
 def _mistakes(request: Request) -> Iterator[str]:

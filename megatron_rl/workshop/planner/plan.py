@@ -59,20 +59,10 @@ class Plan:
         return min((one.verdict for one in self.memory), key=order.index)
 
 
-def plan(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    machine: Machine,
-    assumed: Assumptions | None = None,
-) -> Plan:
-    return plan_case(Case(config, hf_config, machine, assumed or Assumptions()))
-
-
-def plan_case(case: Case) -> Plan:
+def plan(case: Case) -> Plan:
     case, said = decided(case)
     config = case.config
     machine = case.machine
-    found = case.roles
     work = case.work
     memory = planned(case)
     time = step_time(case) if machine.gpu is not None else None
@@ -84,7 +74,7 @@ def plan_case(case: Case) -> Plan:
         parameters=count,
         machine=machine,
         layout=case.model.layout,
-        roles=found,
+        roles=case.roles,
         memory=tuple(memory),
         cache=Cache(
             tokens,
@@ -96,7 +86,7 @@ def plan_case(case: Case) -> Plan:
         packs=case.packs,
         recomputed=case.recomputed,
         time=time,
-        gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
+        gpu_hours=time.step * config.run.steps * case.roles.gpus / 3600 if time else None,
         kept_gib=kept / GIB,
         host=host,
         assumed=case.assumed,
@@ -114,7 +104,7 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
         or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared
     ):
         return []
-    made = plan(config, hf_config, machine)
+    made = plan(Case(config, hf_config, machine))
     return [line for line in made.problems if line.startswith(SHARE_KEY)]
 
 
@@ -146,10 +136,9 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         if share := _share(case, one):
             yield share
         elif one.margin is not None and one.margin < 0 and one.limit is not None:
+            shares = ""
             if "learner" in one.kind:
                 shares = "learner.context_parallel shares long answers; "
-            else:
-                shares = ""
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, "
                 f"and has {one.limit / GIB:.1f}; the most of it: {largest_parts(one.at_peak)} GiB. {shares}"

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import Plan, plan
 
@@ -85,7 +86,7 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
             f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g"
         )
     elif not problems:
-        made = plan(config, read_card(str(config.model.folder)), machine)
+        made = plan(Case(config, read_card(str(config.model.folder)), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
         if config.sampler.dedicated_nodes:

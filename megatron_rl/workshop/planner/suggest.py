@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
+from megatron_rl.config.load import check as check_keys
 from megatron_rl.config.load import flat
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import (
@@ -16,17 +17,17 @@ from megatron_rl.config.schema import (
     LearnerSection,
     Offload,
     Recompute,
-    SamplerSection,
     Sleep,
     Transport,
 )
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
+from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner.case import Assumptions, Case, Workload
 from megatron_rl.workshop.planner.phases import TIGHT, largest_share
-from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.summary import axes
 from megatron_rl.workshop.planner.time import learning
 
@@ -64,21 +65,21 @@ def suggestions(base: Case) -> list[Suggestion]:
         )
     fitting: list[Suggestion] = []
     of_ranks: dict[int, list[LearnerSection]] = {}
-    for way, ranks, sampler in _samplers(config, machine):
+    for way, ranks, engines in _samplers(config, machine):
         if ranks not in of_ranks:
             of_ranks[ranks] = _best_learners(base, ranks)
-        asleep = sampler["sampler"].sleep is not Sleep.none
+        offload = Offload.none if engines.sampler.sleep is Sleep.none else Offload.optimizer
         for candidate in of_ranks[ranks]:
-            learner = replace(candidate, offload=Offload.optimizer if asleep else Offload.none)
-            changed = _with_room(base, way, replace(config, learner=learner, **sampler))
+            learner = replace(candidate, offload=offload)
+            changed = _with_room(base, way, replace(engines, learner=learner))
+            if changed is None:
+                continue
             # the engine's share is what the learner leaves; it recomputes no more than tried
-            if changed is not None:
-                changed = replace(
-                    changed, learner=replace(changed.learner, recompute=Recompute.auto)
-                )
-                found = plan_case(replace(base, config=changed))
-                if not found.problems and found.verdict == "fits":
-                    fitting.append(Suggestion(way, changed, found))
+            learner = replace(learner, recompute=Recompute.auto)
+            changed = replace(changed, learner=learner)
+            found = plan(replace(base, config=changed))
+            if not found.problems and found.verdict == "fits":
+                fitting.append(Suggestion(way, changed, found))
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
@@ -109,7 +110,7 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine that takes turns with the learner gets what the learner leaves."""
     if way != "in turns":
         return config
-    alone = plan_case(replace(base, config=_with_share(config, SPLIT)))
+    alone = plan(replace(base, config=config))
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
     if share >= LEAST_SHARE:
@@ -119,12 +120,9 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 def refused(config: Config, machine: Machine) -> list[str]:
     """What a dry run would say against it, but for a key that is made for the run."""
-    from megatron_rl.config.load import check as check_alone
-    from megatron_rl.preflight.checks import check
-
-    found = check_alone(config)
+    found = [line for line in check_keys(config) if KEY_VARIABLE not in line]
     try:
-        check(config, [line for line in found if KEY_VARIABLE not in line], machine)
+        check(config, found, machine)
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -157,19 +155,17 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
 
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
-    layout = one.plan.layout
     found = one.plan
+    learner = axes(found.layout)
     if found.recomputed:
-        again = f", {found.recomputed:.0%} recomputed"
-    else:
-        again = ""
+        learner += f", {found.recomputed:.0%} recomputed"
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
     engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
     return (
         str(number),
         one.way,
-        axes(layout) + again,
+        learner,
         engines,
         f"{peak:.0%}",
         duration(found.time.step),
@@ -177,72 +173,54 @@ def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     )
 
 
-def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(way, ranks of the learner, sections of the sampler's side)."""
-    gpus, total = machine.gpus, machine.gpus * machine.nodes
+def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, Config]]:
+    """(way, ranks of the learner, the recipe with engines of that way)."""
+    gpus = machine.gpus
+    nodes = machine.nodes
     for tp in (size for size in POWERS if size <= gpus):
         if config.sync.every == 1:
-            near = machine.nodes == 1
-            yield "in turns", total, _in_turns(config, tp, gpus, near)
-        for learner in (
-            sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0})
-            if machine.nodes == 1
-            else ()
-        ):
-            if gpus - learner >= tp:
-                yield "apart", learner, _servers(config, tp, range(learner, gpus))
-        for nodes in sorted({machine.nodes // 4, machine.nodes // 2, 3 * machine.nodes // 4} - {0}):
-            if nodes < machine.nodes:
-                yield "on nodes apart", nodes * gpus, _distant(config, tp, machine, nodes)
+            transport = Transport.ipc if nodes == 1 else Transport.file
+            engines = _of_first_node(config, tp, range(gpus), transport, Sleep.discard)
+            yield "in turns", gpus * nodes, engines
+        if nodes == 1:
+            for learner in sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0}):
+                if gpus - learner >= tp:
+                    engines = _of_first_node(config, tp, range(learner, gpus))
+                    yield "apart", learner, engines
+        for learner in sorted({nodes // 4, nodes // 2, 3 * nodes // 4} - {0}):
+            yield "on nodes apart", learner * gpus, _distant(config, tp, machine, learner)
 
 
-def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
-    """As many engines as the first node has room for, which sleep while the learner works."""
-    count = gpus // tp
-    sampler = replace(
-        _sampler(config, tp, None),
-        engines=count,
-        devices=",".join(map(str, range(count * tp))),
-        sleep=Sleep.discard,
-    )
-    return {
-        "sampler": sampler,
-        "sync": replace(config.sync, transport=Transport.ipc if near else Transport.file),
-    }
-
-
-def _servers(config: Config, tp: int, gpus: range) -> dict[str, Any]:
-    """Sections for as many engines as fit on these GPUs of the first node."""
+def _of_first_node(
+    config: Config,
+    tp: int,
+    gpus: range,
+    transport: Transport = Transport.file,
+    sleep: Sleep = Sleep.none,
+) -> Config:
+    """As many engines as fit on these GPUs of the first node."""
     count = len(gpus) // tp
     devices = ",".join(map(str, gpus[: count * tp]))
-    sampler = replace(_sampler(config, tp, SPLIT), engines=count, devices=devices)
-    return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file)}
+    sync = replace(config.sync, transport=transport)
+    changes = {"engines": count, "devices": devices, "sleep": sleep}
+    return _with_engines(replace(config, sync=sync), tensor_parallel=tp, **changes)
 
 
-def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> dict[str, Any]:
+def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> Config:
     each = machine.gpus // tp
     hosts = range(learner_nodes, machine.nodes)
     addresses = [f"http://node{host}:{8000 + number}" for host in hosts for number in range(each)]
-    sampler = replace(
-        _sampler(config, tp, SPLIT), engines=len(addresses), devices=None, addresses=addresses
-    )
     folder = config.sync.dir or SHARED_FOLDER
-    return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file, dir=folder)}
+    sync = replace(config.sync, transport=Transport.file, dir=folder)
+    changes = {"engines": len(addresses), "devices": None, "addresses": addresses}
+    return _with_engines(replace(config, sync=sync), tensor_parallel=tp, **changes)
 
 
-def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
-    sampler = config.sampler
-    vllm = {**sampler.vllm} | ({"gpu_memory_utilization": share} if share else {})
-    return replace(
-        sampler,
-        tensor_parallel=tp,
-        engines=1,
-        dedicated_nodes=False,
-        addresses=[],
-        formats=[],
-        sleep=Sleep.none,
-        vllm=vllm,
-    )
+def _with_engines(config: Config, **changes: Any) -> Config:
+    """The configuration with engines that have their GPUs to themselves, but for `changes`."""
+    alone = {"dedicated_nodes": False, "addresses": [], "formats": [], "sleep": Sleep.none}
+    sampler = replace(config.sampler, **(alone | changes))
+    return _with_share(replace(config, sampler=sampler), SPLIT)
 
 
 def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:

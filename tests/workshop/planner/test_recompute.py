@@ -16,7 +16,7 @@ from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, named
-from megatron_rl.workshop.planner.case import Assumptions, Case
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import TIGHT, UNEVEN, _with, for_machine, planned
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def decided(config: Config, machine: Machine) -> tuple[Config, str]:
 def update(config: Config, machine: Machine, card: dict[str, Any]) -> float:
     """The share of its memory that the fullest GPU of the learner needs in an update."""
     shares = []
-    for one in planned(Case(config, card, machine, Assumptions())):
+    for one in planned(Case(config, card, machine)):
         if "learner" in one.kind and one.limit:
             needed = sum(one.phases["update"].values())
             shares.append(needed / one.limit)
@@ -85,7 +85,7 @@ def test_nothing_is_chosen_that_does_not_fit_and_nothing_needless(
         return  # there is no more to recompute
     assert update(found, machine, card) <= most
     if layers is not None:
-        case = Case(found, card, machine, Assumptions())
+        case = Case(found, card, machine)
         assert update(_with(case, layers - 1).config, machine, card) > most
 
 

@@ -38,7 +38,6 @@ class Pack:
     tokens: float
     responses: float  # of the tokens: those that get logits
     longest: int
-    padded: float | None = None  # places that attention on a host computes, where lengths differ
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,13 @@ def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pac
     else:
         mlp = _mlp(shape, layout, training)
     attention = _attention(shape, layout, training, pack)
-    parts = {**attention, **mlp, "adapters": _adapters(shape, chosen, training)}
-    selective = training.granularity == "selective"
-    if selective:
+    # the input and the result of the norm before it
+    norm = (2 * shape.hidden * training.width + FP32) / training.sp
+    own = {"mlp norm": norm, "adapters": _adapters(shape, chosen, training)}
+    parts = {**attention, **mlp, **own}
+    gone: set[str] = set()
+    if training.granularity == "selective":
         gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())}
-    else:
-        gone = set()
     stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
     if "core" in gone:  # its inputs are kept in its place
         stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / layout.tp
@@ -133,27 +133,22 @@ def _attention(
         # queries, keys, values after the rotation, and the result, which the projection reads too
         return parts | {
             "core": (2 * q + 2 * kv) * width + sums,
-            "projection": q * (1 if training.fp8 else 0),
+            "projection": q * training.fp8,
         }
-    padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
-    whole = pack.padded in (None, pack.tokens)
-    short = pack.longest <= SHORT and width < FP32
     core = 2 * q + 2 * kv * layout.cp  # ours gathers them over the ranks that share a sequence
+    if pack.longest <= SHORT and width < FP32:
+        return parts | {"core": core * FP32 + sums, "projection": q * width}
     # values are a view of the joined result, which a norm of queries and keys has kept
-    if not short and whole:
-        core += 0 if shape.has("qk_norm") else q + kv
-        core -= kv if shape.has("qk_norm") else 0
-    parts["core"] = padding * (core * (FP32 if short else width) + sums)
-    parts["projection"] = q * width if short or not whole else 0
-    return parts
+    if shape.has("qk_norm"):
+        core -= kv
+    else:
+        core += q + kv
+    return parts | {"core": core * width + sums}
 
 
 def _mlp(shape: ModelShape, layout: Layout, training: Training) -> dict[str, float]:
-    width = training.width
-    sp = training.sp
-    norm = (2 * shape.hidden * width + FP32) / sp  # its input and its result
-    each = shape.ffn / layout.tp * width
-    return {"mlp norm": norm, "fc1": 2 * each, "activation": _activation(training) * each}
+    each = shape.ffn / layout.tp * training.width
+    return {"fc1": 2 * each, "activation": _activation(training) * each}
 
 
 def _activation(training: Training) -> int:
@@ -182,7 +177,6 @@ def _experts(
         first = 2 * each
         second = (_activation(training) + (not training.fused_activation)) * each
     return {
-        "mlp norm": (2 * shape.hidden * width + FP32) / sp,
         "router": router,
         "fc1": rows * (shape.hidden * width + first),
         "activation": rows * (second + FP32),
@@ -225,9 +219,8 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     share = training.recomputed(layers)
     if share < 1:  # the first layers of a chunk: what its others have kept is free by then
         return alive * (share * kept.input + (1 - share) * kept.layer), 0.0
-    if training.method == "block":
-        at_once = 1
-    else:
+    at_once = 1
+    if training.method != "block":
         at_once = min(training.layers, layers)
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
@@ -249,8 +242,7 @@ def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, fl
     trained = columns * training.width * (shape.lora is None)
     sums = shape.hidden * (pack.responses * FP32 + trained)  # of hidden states, and of the weight
     gradient = logits if at_once >= columns else sums
+    copies = 0.0
     if training.host:
         copies = costs.COPIES * min(costs.HOST_BYTES, logits / width * FP32)
-    else:
-        copies = 0.0
     return norm + rows, logits, gradient, copies

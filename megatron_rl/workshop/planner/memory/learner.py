@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from megatron_rl.config.schema import LearnerSection
 from megatron_rl.learner.modules import limits
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import adapters, params, stage_params
@@ -111,13 +110,18 @@ class LearnerMemory:
 
     @property
     def of_logits(self) -> float:
-        """At the end of a forward pass: logits, their gradient, and what is worked on in FP32."""
-        return self.head + self.logits + self.logit_gradient + self.logit_chunks
+        """Logits, their gradient, and what is worked on in FP32."""
+        return self.logits + self.logit_gradient + self.logit_chunks
+
+    @property
+    def of_layer(self) -> float:
+        """Layers that backward computes again, and what comes and goes inside of one."""
+        return self.recomputed + self.gradients_of_layer
 
     @property
     def dynamic(self) -> float:
         """The most that an update adds, when the last logits or a layer's gradients are made."""
-        return self.activations + max(self.of_logits, self.recomputed + self.gradients_of_layer)
+        return self.activations + max(self.head + self.of_logits, self.of_layer)
 
     @property
     def needed(self) -> float:
@@ -126,30 +130,22 @@ class LearnerMemory:
 
 def of_stage(
     model: Model,
-    learner: LearnerSection,
+    training: Training,
     stage: int,
     pack: Pack,
     packs: int,
-    *,
-    host: bool,
     reference: bool = False,
 ) -> LearnerMemory:
     """`packs`: micro-batches of an update, of one replica."""
     shape = model.shape
     layout = model.layout
-    training = Training.of(learner, host)
     mine = held(shape, layout, stage)
-    last = stage == layout.pp - 1
     layers = layout.stage_layers(shape.layers)[stage]
-    pack = Pack(
-        pack.tokens / layout.cp,
-        pack.responses / layout.cp,
-        pack.longest,
-        pack.padded,
-    )
+    pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest)
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
+    last = stage == layout.pp - 1
     norms, logits, gradient, copies = (
         activations.head(model, training, pack) if last else (0.0,) * 4
     )
@@ -184,10 +180,15 @@ def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
     experts theirs.
     """
     each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
-    replicas = layout.dp * layout.cp
-    of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
     dense, experts = mine.trained
-    return each * (dense / replicas + experts / of_experts)
+    of_dense, of_experts = replicas(layout)
+    return each * (dense / of_dense + experts / of_experts)
+
+
+def replicas(layout: Layout) -> tuple[int, int]:
+    """Ranks that hold the same part of the dense weights, and of the experts."""
+    dense = layout.dp * layout.cp
+    return dense, max(layout.tp * dense // (layout.expert_tp * layout.ep), 1)
 
 
 def _step(model: Model, training: Training, pack: Pack) -> float:
