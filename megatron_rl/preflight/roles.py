@@ -66,12 +66,10 @@ class Roles:
 def roles(layout: Layout, sampler: schema.SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     started = own_engines(sampler)
-    width = per_node or layout.world + started * sampler.tensor_parallel
-    beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
-    if per_node:
-        local = tuple(sorted(gpus_of_engines(sampler)))
-    else:
-        local = tuple(beside)
+    total = layout.world + started * sampler.tensor_parallel
+    width = per_node or total
+    beside = range(layout.world, total)
+    local = tuple(sorted(gpus_of_engines(sampler)) if per_node else beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
     return Roles(
         layout.world,
@@ -102,11 +100,8 @@ def ranks(
         )
     elif there and world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
-        sizes += (
-            f" x context_parallel {learner.context_parallel}"
-            if learner.context_parallel > 1
-            else ""
-        )
+        if learner.context_parallel > 1:
+            sizes += f" x context_parallel {learner.context_parallel}"
         yield (
             f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU "
             f"each, but {machine} has {there}; lower one of them, or set run.device=cpu"
@@ -117,26 +112,22 @@ def engine_gpus(
     machine: Machine, sampler: schema.SamplerSection, learner: schema.LearnerSection
 ) -> Iterator[str]:
     """GPUs that are there, and that the learner leaves to the engines."""
-    engines = gpus_of_engines(sampler)
-    if machine.kind == schema.Device.cpu or not machine.gpus or not engines:
+    if machine.kind == schema.Device.cpu or not machine.gpus:
         return
-    beyond = [number for number in sorted(engines) if number >= machine.gpus]
-    if beyond:
+    found = roles(Layout.from_config(learner), sampler, machine.gpus)
+    if beyond := [number for number in found.local if number >= machine.gpus]:
         yield (
             f"sampler.devices: {','.join(map(str, beyond))} of the engine's GPUs, but a node has 0 "
             f"to {machine.gpus - 1} ({machine}); name others, or lower "
             f"sampler.tensor_parallel={sampler.tensor_parallel}"
         )
-    # ranks take the first GPUs of their host
-    local = min(Layout.from_config(learner).world, machine.gpus)
-    shared = sorted(engines & set(range(local)))
     if (
-        shared
+        found.shared
         and sampler.sleep == schema.Sleep.none
         and sampler.vllm.get("gpu_memory_utilization") is None
     ):
         yield (
-            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, shared))}, "
+            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, found.shared))}, "
             "and by itself vLLM takes nearly all memory; name other GPUs, or set "
             "sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
         )

@@ -13,8 +13,8 @@ workspaces wake with the weights, the cache apart from them.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from fractions import Fraction
+from functools import cache
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
 from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
