@@ -131,8 +131,9 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
-    if model.init == schema.ModelInit.pretrained and _holds_weights(model.folder):
-        yield from (f"model.path: {each}" for each in misfits(model.folder, shape))
+    folder = Path(model.path)
+    if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
+        yield from (f"model.path: {each}" for each in misfits(folder, shape))
 
 
 def _holds_weights(folder: Path) -> bool:

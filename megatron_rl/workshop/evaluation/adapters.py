@@ -66,7 +66,8 @@ def alone(path: Path) -> bool:
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     """Adapters of a torch_dist checkpoint (with its run's `lora`) or PEFT folder; else None."""
     if is_peft(path):
-        return _of_peft(path, shape)
+        alphas, stored = read_folder(path, _linear(shape, Lora(1, 1.0, (ALL_LINEAR,))))
+        return Adapters(alphas, lambda name: read_stored(name, stored[name]).float())
     if not alone(path):
         return None
     if lora is None:
@@ -76,11 +77,6 @@ def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
         )
     get = torch_dist.getter(torch_dist.Reader(path), replace(shape, lora=lora))
     return Adapters(dict.fromkeys(_linear(shape, lora), lora.alpha), get)
-
-
-def _of_peft(path: Path, shape: ModelShape) -> Adapters:
-    alphas, stored = read_folder(path, _linear(shape, Lora(1, 1.0, (ALL_LINEAR,))))
-    return Adapters(alphas, lambda name: read_stored(name, stored[name]).float())
 
 
 def merged(base: HfFolder, held: Adapters) -> Get:
@@ -93,13 +89,8 @@ def merged(base: HfFolder, held: Adapters) -> Get:
         a, b = held.pair(name)
         narrow = weight.to(a.dtype)  # as the learner held it
         rows = [torch.arange(len(weight))]
-        return merge(
-            narrow,
-            a,
-            b,
-            rows,
-            held.alphas[name] / len(a),
-        ).to(weight.dtype)
+        scale = held.alphas[name] / len(a)
+        return merge(narrow, a, b, rows, scale).to(weight.dtype)
 
     return get
 

@@ -68,7 +68,7 @@ def options(config: Config, made: Plan) -> list[str]:
         f"--cpus-per-task={CORES}",
         f"--{gpus}{':' if '=' in gpus else '='}{roles.per_node}",
         f"--mem={_memory(made)}",
-        f"--time={_clock(min(_seconds(config, made), LONGEST_JOB_S))}",
+        f"--time={_clock(_seconds(config, made))}",
     ]
 
 
@@ -116,24 +116,13 @@ def _seconds(config: Config, made: Plan) -> float:
 
 
 def _clock(seconds: float) -> str:
-    if seconds < LONGEST_JOB_S:
-        minutes = max(int(seconds // 60) + 1, 10)
-    else:
-        minutes = LONGEST_JOB_S // 60
+    minutes = min(max(int(seconds // 60) + 1, 10), LONGEST_JOB_S // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
 if __name__ == "__main__":
     try:
-        print(
-            "\n".join(
-                for_submission(
-                    sys.argv[1],
-                    Path(sys.argv[2]),
-                    sys.argv[3:],
-                )
-            )
-        )
+        print("\n".join(for_submission(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(2)

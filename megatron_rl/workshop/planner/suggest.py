@@ -5,6 +5,7 @@ overrides to paste.
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megatron_rl.config import ConfigError
@@ -14,6 +15,7 @@ from megatron_rl.config.load import flat
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import (
     Config,
+    Format,
     LearnerSection,
     Offload,
     Recompute,
@@ -21,11 +23,11 @@ from megatron_rl.config.schema import (
     Transport,
 )
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.sizes import problems
 from megatron_rl.runs.console import duration, table
-from megatron_rl.workshop.planner.case import Assumptions, Case, Workload
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import TIGHT, largest_share
 from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.summary import axes
@@ -95,8 +97,7 @@ def suggestions(base: Case) -> list[Suggestion]:
 def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
     """The fastest learners that fit by themselves, and those that leave the most to an engine."""
     found: list[tuple[float, float, LearnerSection]] = []
-    model = Model.of(base.hf_config, Layout())
-    for learner in _learners(base.config, model, ranks, base.machine.gpus):
+    for learner in _learners(base, ranks):
         case = replace(base, config=replace(base.config, learner=learner))
         if case.limit is not None and case.heaviest.needed < case.limit * (1 - TIGHT):
             seconds = learning(case)
@@ -218,52 +219,46 @@ def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> C
 
 def _with_engines(config: Config, **changes: Any) -> Config:
     """The configuration with engines that have their GPUs to themselves, but for `changes`."""
-    alone = {"dedicated_nodes": False, "addresses": [], "formats": [], "sleep": Sleep.none}
+    alone: dict[str, Any] = {
+        "dedicated_nodes": False,
+        "addresses": [],
+        "formats": [],
+        "sleep": Sleep.none,
+    }
     sampler = replace(config.sampler, **(alone | changes))
     return _with_share(replace(config, sampler=sampler), SPLIT)
 
 
-def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
-    shape = model.shape
-    work = Workload.of(config, Assumptions())
-    cp = config.learner.context_parallel
-    for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
-        for pp in (
-            size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size * cp) == 0
-        ):
-            replicas = ranks // tp // pp // cp
-            if replicas > max(work.sequences // work.updates, 1):
-                continue
-            for ep in POWERS if shape.experts else (1,):
-                if shape.experts and (shape.experts % ep or tp * cp * replicas % ep):
-                    continue
-                for again in (Recompute.none, Recompute.full):
-                    yield _learner(
-                        config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET)
-                    )
+def _learners(base: Case, ranks: int) -> Iterator[LearnerSection]:
+    """Every way to share the model over so many ranks."""
+    work = base.work
+    cp = base.config.learner.context_parallel
+    tps = [size for size in POWERS if size <= base.machine.gpus]
+    for tp, pp, ep in product(tps, STAGES, POWERS if base.model.shape.experts else (1,)):
+        dp, rest = divmod(ranks, tp * pp * cp)
+        if rest or dp > max(work.sequences // work.updates, 1):
+            continue
+        learner = _learner(base, tp, pp, dp, ep)
+        model = replace(base.model, layout=Layout.from_config(learner))
+        if not problems(model, 1, Format.none):
+            for again in (Recompute.none, Recompute.full):
+                yield replace(learner, recompute=again)
 
 
-def _cuts(model: Model, tp: int) -> bool:
-    shape = model.shape
-    heads = shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-    return heads and (bool(shape.experts) or shape.ffn % tp == 0)
-
-
-def _learner(
-    config: Config, tp: int, pp: int, dp: int, ep: int, again: Recompute, budget: int
-) -> LearnerSection:
-    megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED}
-    if tp > 1 or config.learner.megatron.get("sequence_parallel"):
+def _learner(base: Case, tp: int, pp: int, dp: int, ep: int) -> LearnerSection:
+    learner = base.config.learner
+    megatron = {key: value for key, value in learner.megatron.items() if key not in OWNED}
+    if tp > 1 or learner.megatron.get("sequence_parallel"):
         megatron["sequence_parallel"] = tp > 1
-    megatron |= {"expert_tensor_parallel_size": 1} if ep > 1 and tp > 1 else {}
+    if ep > 1 and tp > 1:
+        megatron["expert_tensor_parallel_size"] = 1
     return replace(
-        config.learner,
+        learner,
         tensor_parallel=tp,
         pipeline_parallel=pp,
         data_parallel=dp,
         expert_parallel=ep,
-        tokens_per_microbatch=budget,
-        recompute=again,
+        tokens_per_microbatch=max(base.work.longest, LEAST_BUDGET),
         megatron=megatron,
     )
 

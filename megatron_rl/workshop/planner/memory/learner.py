@@ -97,12 +97,12 @@ class LearnerMemory:
     activations: float  # of the layers, from forward to backward
     head: float  # the same, of the last stage's end
     logits: float  # the same, of its logits: all of them, or the columns that exist at a time
-    # theirs where all are held; else what they add up to, of hidden states and weight
-    logit_gradient: float
+    # their gradient where all are held, else what it adds up to, of hidden states and weight; and
+    # FP32 copies of some rows of logits: on GPUs kernels need none
+    beside_logits: float
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
-    logit_chunks: float  # FP32 copies of some rows of logits: on GPUs kernels need none
 
     @property
     def static(self) -> float:
@@ -110,8 +110,7 @@ class LearnerMemory:
 
     @property
     def of_logits(self) -> float:
-        """Logits, their gradient, and what is worked on in FP32."""
-        return self.logits + self.logit_gradient + self.logit_chunks
+        return self.logits + self.beside_logits
 
     @property
     def of_layer(self) -> float:
@@ -160,11 +159,10 @@ def of_stage(
         activations=pack.tokens * waiting,
         head=norms,
         logits=logits,
-        logit_gradient=gradient,
+        beside_logits=gradient + copies,
         recomputed=pack.tokens * again,
         gradients_of_layer=step,
         forward=pack.tokens * kept.layer + step + norms + logits + copies,
-        logit_chunks=copies,
     )
 
 
