@@ -65,7 +65,7 @@ def test_a_recipe_fits_the_memory_of_its_cluster(recipe):
     config, (_, machine) = load(recipe), cluster(recipe)
     made = plan(Case(config, read_card(config.model.path), named(machine)))
     assert (made.verdict, made.problems) == ("fits", ())
-    assert made.roles.nodes == named(machine).nodes
+    assert made.case.roles.nodes == named(machine).nodes
 
 
 def test_a_recipe_is_called_what_it_is(recipe):

@@ -87,10 +87,6 @@ class Workload:
     def open_of(self, engines: int) -> int:
         return -(-self.open // engines)
 
-    def held(self, engines: int) -> int:
-        """Tokens that what is open of an engine has come to, on average."""
-        return int(self.open_of(engines) * self.halfway)
-
     @property
     def halfway(self) -> float:
         """Tokens of a sequence that is under way, on average."""

@@ -71,10 +71,10 @@ def answer(request: Request) -> tuple[str, list[str]]:
         made = plan(case)
         problems += made.problems
         if request.sbatch:
-            return slurm.sbatch(request.target, request.overrides, config, made), problems
+            return slurm.sbatch(request.target, request.overrides, made), problems
         about |= as_json(made)
         edits = list(changes(request.target, request.overrides)) if whole else []
-        texts.insert(0, table.describe(config, made, edits))
+        texts.insert(0, table.describe(made, edits))
     if request.as_json:
         about |= {"sync": sync.numbers(), "problems": problems}
         return json.dumps(about, indent=2), problems
@@ -121,12 +121,20 @@ def assumptions(given: Sequence[str]) -> Assumptions:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
+    case = made.case
+    roles = {name: getattr(case.roles, name) for name in ("gpus", "nodes", "kinds")}
     about: dict[str, Any] = {
         "verdict": made.verdict,
         **asdict(made),
-        "machine": str(made.machine),
+        "machine": str(case.machine),
+        "layout": asdict(case.model.layout),
+        "roles": asdict(case.roles) | roles,
+        "work": asdict(case.work),
+        "packs": case.packs,
+        "recomputed": case.recomputed,
+        "assumed": asdict(case.assumed),
     }
-    about["roles"] |= {name: getattr(made.roles, name) for name in ("gpus", "nodes", "kinds")}
+    del about["case"]
     told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
     about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]
     about["time"] = made.time and {**asdict(made.time), "step": made.time.step}

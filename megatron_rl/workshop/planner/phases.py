@@ -71,11 +71,11 @@ class Memory:
 
     @property
     def verdict(self) -> str:
-        if self.limit is None or self.margin is None:
+        if self.limit is None:
             return "not known"
-        if self.margin < 0:
+        if self.peak > self.limit:
             return "does not fit"
-        if self.margin < TIGHT * self.limit:
+        if self.peak > (1 - TIGHT) * self.limit:
             return "tight"
         return "fits"
 

@@ -87,7 +87,7 @@ def suggestions(base: Case) -> list[Suggestion]:
     for one in fitting:
         if len(chosen) == SHOWN:
             break
-        layout = one.plan.layout
+        layout = one.plan.case.model.layout
         key = (one.way, layout.tp, layout.pp, layout.ep)
         if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
@@ -146,7 +146,7 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
     for number, one in enumerate(found, 1):
         words = " ".join(shlex.quote(word) for word in overrides(base.config, one.config))
         lines.append(f"{number}  megatron-rl train {recipe} {words}")
-    if any(one.plan.roles.distant for one in found):
+    if any(one.plan.case.roles.distant for one in found):
         lines += [
             "",
             f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key "
@@ -157,12 +157,13 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     found = one.plan
-    learner = axes(found.layout)
-    if found.recomputed:
-        learner += f", {found.recomputed:.0%} recomputed"
+    case = found.case
+    learner = axes(case.model.layout)
+    if case.recomputed:
+        learner += f", {case.recomputed:.0%} recomputed"
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
-    engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
+    engines = f"{case.roles.engines} x TP{case.roles.engine_tp}"
     return (
         str(number),
         one.way,

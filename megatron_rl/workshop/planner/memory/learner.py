@@ -2,6 +2,7 @@
 activations, logits.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -27,63 +28,45 @@ FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
 class Held:
     """Parameters of one rank of a pipeline stage."""
 
-    dense: int
-    experts: int
-    linear: int  # of both: matrices that Transformer Engine multiplies
-    # of dense layers and of experts: what is trained instead
-    adapters: tuple[int, int] | None = None
-
-    @property
-    def count(self) -> int:
-        return self.dense + self.experts + sum(self.adapters or ())
-
-    @property
-    def trained(self) -> tuple[int, int]:
-        """Of dense layers, and of experts."""
-        if self.adapters is None:
-            return (self.dense, self.experts)
-        return self.adapters
+    count: int
+    linear: int  # matrices that Transformer Engine multiplies
+    trained: tuple[int, int]  # of dense layers and of experts: all, or their adapters instead
 
 
 def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
     """Layers are alike: one of them is counted, and the ends of the pipeline."""
-    layer, ends = _parts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
+    counts = _counts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
     layers = layout.stage_layers(shape.layers)[stage]
-    outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
-    of_adapters = layer.adapters and (layer.adapters[0] * layers, layer.adapters[1] * layers)
-    return Held(
-        layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters
-    )
+    first = counts["first end"] * (stage == 0)
+    last = counts["last end"] * (stage == layout.pp - 1)
+    dense = counts["dense"] * layers + first + last
+    experts = counts["experts"] * layers
+    adapted = (counts["adapters of dense"] * layers, counts["adapters of experts"] * layers)
+    trained = (dense, experts) if shape.lora is None else adapted
+    return Held(dense + experts + sum(adapted), counts["linear"] * layers, trained)
 
 
 @cache
-def _parts(
-    shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
-) -> tuple[Held, tuple[tuple[str, int], ...]]:
-    """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
+def _counts(shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool) -> Counter[str]:
+    """Parameters of a rank, by kind: one layer's, and those at the ends of the pipeline."""
     layout = Layout(tp=tp, etp=expert_tp, ep=ep)
     one = replace(shape, layers=1)
-    inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
-    count = dict.fromkeys(("dense", "experts", "linear"), 0)
-    beside = [0, 0]
-    for param in inside:
+    counts = Counter[str]()
+    for param in stage_params(one, layout, Place()):
+        if param.layer is None:
+            continue
+        kind = "experts" if param.row.expert else "dense"
         size = prod(param.local_shape(layout))
-        count["experts" if param.row.expert else "dense"] += size
-        beside[param.row.expert] += sum(
-            prod(each.local_shape(layout)) for each in adapters(param, one)
-        )
-        count["linear"] += size * (
-            param.row.split is not Split.replicated and len(param.shapes[0]) == 2
-        )
-    ends = [
-        (
-            "first" if param.row.megatron[0].startswith("embedding.") else "last",
-            prod(param.local_shape(layout)),
-        )
-        for param in params(one)
-        if param.layer is None and not (param.row.copy and not several)
-    ]
-    return Held(**count, adapters=(beside[0], beside[1]) if shape.lora else None), tuple(ends)
+        counts[kind] += size
+        if param.row.split is not Split.replicated and len(param.shapes[0]) == 2:
+            counts["linear"] += size
+        for each in adapters(param, one):
+            counts[f"adapters of {kind}"] += prod(each.local_shape(layout))
+    for param in params(one):
+        if param.layer is None and (several or not param.row.copy):
+            end = "first end" if param.row.megatron[0].startswith("embedding.") else "last end"
+            counts[end] += prod(param.local_shape(layout))
+    return counts
 
 
 @dataclass(frozen=True)
