@@ -94,7 +94,7 @@ def _facts(
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
+        hf_config = (read_card if on or cards else read_hf_config)(config.model.folder)
         layout = Layout.from_config(config.learner)
         policy = Model.of(hf_config, layout, lora=Lora.of(config.learner.lora))
         # of which sizes can be believed

@@ -31,20 +31,21 @@ class Absent:
     error: str  # for whoever wants to start here
 
 
-def read_card(path: str, key: str = "model.path") -> dict[str, Any]:
+def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     """The config.json of a model that is elsewhere: its own where the folder is here, or the card
     of its name.
     """
     if (Path(path) / "config.json").is_file():
         return read_hf_config(path, key)
+    name = Path(path).name
     cards = sorted(card.stem for card in (CONF / "model").glob("*.json"))
-    if Path(path).name not in cards:
+    if name not in cards:
         raise ConfigError(
-            f"{key}: no config.json in {path!r}, and no card in conf/model/ is of that name "
+            f"{key}: no config.json in {str(path)!r}, and no card in conf/model/ is of that name "
             f"(cards: {', '.join(cards)}); bring the folder, or put its config.json there as "
-            f"{Path(path).name or 'NAME'}.json"
+            f"{name or 'NAME'}.json"
         )
-    return read_hf_config(CONF / "model" / f"{Path(path).name}.json")
+    return read_hf_config(CONF / "model" / f"{name}.json")
 
 
 def absent_model(model: schema.ModelSection) -> Iterator[Absent]:

@@ -165,23 +165,22 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
     )
 
 
-def free(root: str) -> int | None:
-    """Free bytes on the disk of the run's directory; None where that cannot be known."""
+def free(root: str) -> int:
+    """Free bytes on the disk of the run's directory, which may be still to be made."""
     folder = Path(root).absolute()
     place = next(each for each in (folder, *folder.parents) if each.is_dir())
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return None
+    return shutil.disk_usage(place).free
 
 
 def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Iterator[str]:
     """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not
     fit.
     """
+    if elsewhere:
+        return
     wanted = writes(shape, config)
-    room = None if elsewhere else free(config.run.root)
-    if room is not None and room < wanted.total:
+    room = free(config.run.root)
+    if room < wanted.total:
         yield (
             f"run.root={config.run.root} has {_gib(room)} free, and the run writes {wanted}. Free "
             "space, raise log.record_every, or lower checkpoint.keep_last"

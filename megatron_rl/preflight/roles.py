@@ -88,17 +88,19 @@ def ranks(
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world = Layout.from_config(learner).world
     there = machine.nodes * machine.gpus
+    if not there:
+        return
     servers = sampler.engines * sampler.tensor_parallel if sampler.dedicated_nodes else 0
-    if there and servers and sampler.tensor_parallel > machine.gpus:
+    if servers and sampler.tensor_parallel > machine.gpus:
         one = f"sampler.tensor_parallel: {sampler.tensor_parallel}, but a server has the GPUs of one node"
         yield f"{one}, and a node has {machine.gpus}; lower it"
-    if there and servers and world + servers > there:
+    if servers and world + servers > there:
         yield (
             f"sampler.engines: {sampler.engines} of {sampler.tensor_parallel} GPU(s) "
             f"each beside {world} ranks of the learner are {world + servers} GPUs, but {machine} "
             f"has {there}; lower one of them"
         )
-    elif there and world > there:
+    elif world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
         if learner.context_parallel > 1:
             sizes += f" x context_parallel {learner.context_parallel}"

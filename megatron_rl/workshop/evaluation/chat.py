@@ -142,7 +142,8 @@ class ToolChat:
     talks = True
 
     def __post_init__(self) -> None:
-        config, params = self.config, sampling(self.config, self.tokenizer)
+        config = self.config
+        params = sampling(config, self.tokenizer)
         self._rules = Rules(
             config.environment,
             params.max_tokens,

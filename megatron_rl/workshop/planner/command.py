@@ -9,7 +9,7 @@ A model's config.json in place of a recipe stands for its sync alone; with --on,
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _precision(case: Case, as_json: bool) -> str:
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
-    known = {one.name: one.default for one in fields(Assumptions)}
+    known = vars(Assumptions())
     values = {}
     for word in given:
         name, _, value = word.partition("=")
@@ -151,7 +151,7 @@ def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, b
         return config, [], read_hf_config(target), False
     config, found = read(target, request.overrides)
     try:
-        return config, found, read_card(str(config.model.folder)), True
+        return config, found, read_card(config.model.folder), True
     except ConfigError as error:
         return config, [*found, *([str(error)] if config.model.path else [])], None, True
 

@@ -15,7 +15,7 @@ from megatron_rl.learner.modules.costs import operations
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory import activations
 from megatron_rl.workshop.planner.memory.activations import Pack
-from megatron_rl.workshop.planner.memory.learner import BF16, chosen, held
+from megatron_rl.workshop.planner.memory.learner import BF16, held
 
 TERA = 1e12
 GIGA = 1e9
@@ -78,7 +78,7 @@ def _body(case: Case, passes: int, again: float) -> float:
     products = sum(_product(case, pack.tokens, split / layout.tp, whole) for split, whole in sides)
     others = each.experts / assumed.experts + each.attention / assumed.attention
     others *= pack.tokens / layout.tp / shape.layers / (case.gpu.tflops * TERA)
-    kept = activations.kept(shape, chosen(case.model), layout, case.training, pack).layer
+    kept = activations.kept(case.model, case.training, pack).layer
     moved = kept * pack.tokens * (FORWARD * (1 + again) + BACKWARD * (passes > 1))
     busy = (products + others) * (passes + again) + moved / _bandwidth(case)
     launching = LAYER_KERNELS * (passes + again) * assumed.launch_us / 1e6

@@ -88,7 +88,7 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
             f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g"
         )
     elif not problems:
-        made = plan(Case(config, read_card(str(config.model.folder)), machine))
+        made = plan(Case(config, read_card(config.model.folder), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
         if config.sampler.dedicated_nodes:

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.load import check as check_keys
-from megatron_rl.config.load import flat
+from megatron_rl.config.load import check, flat
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import (
     Config,
@@ -23,12 +22,12 @@ from megatron_rl.config.schema import (
     Transport,
 )
 from megatron_rl.models.layout import Layout
-from megatron_rl.preflight.checks import check
+from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.sizes import problems
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.phases import TIGHT, largest_share
+from megatron_rl.workshop.planner.phases import TIGHT, largest_share, planned
 from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.summary import axes
 from megatron_rl.workshop.planner.time import learning
@@ -111,8 +110,8 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine that takes turns with the learner gets what the learner leaves."""
     if way != "in turns":
         return config
-    alone = plan(replace(base, config=config))
-    (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
+    alone = planned(replace(base, config=config))
+    (memory,) = [one for one in alone if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
     if share >= LEAST_SHARE:
         return _with_share(config, min(share, SPLIT))
@@ -121,12 +120,8 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 def refused(config: Config, machine: Machine) -> list[str]:
     """What a dry run would say against it, but for a key that is made for the run."""
-    found = [line for line in check_keys(config) if KEY_VARIABLE not in line]
-    try:
-        check(config, found, machine)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+    found = [line for line in check(config) if KEY_VARIABLE not in line]
+    return found + checks.problems(config, on=machine)
 
 
 def describe(recipe: str, base: Case) -> tuple[str, bool]:

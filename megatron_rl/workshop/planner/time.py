@@ -11,8 +11,9 @@ from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.workshop.planner import passes
 from megatron_rl.workshop.planner.case import Case, keeps_prefixes
+from megatron_rl.workshop.planner.memory.activations import chosen
 from megatron_rl.workshop.planner.memory.engine import utilization
-from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held, replicas
+from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, held, replicas
 from megatron_rl.workshop.planner.passes import GIGA, TERA
 
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at
@@ -78,9 +79,10 @@ def step_time(case: Case) -> StepTime:
     learned = learning(case)
     sampled = rolling_out(case)
     every = case.config.sync.every
+    quantize = _quantizing(case)
     return StepTime(
-        sync=(_syncing(case) + _quantizing(case)) / every,
-        quantize=_quantizing(case) / every,
+        sync=(_syncing(case) + quantize) / every,
+        quantize=quantize / every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
         **vars(sampled),
@@ -226,12 +228,12 @@ def _syncing(case: Case) -> float:
     gpu = case.gpu
     if transport == Transport.file:
         largest = max(case.weights.nbytes / case.model.layout.pp, case.engine.weights)
-        return largest / (case.assumed.file_gbs * GIGA) + _pausing(case)
-    near = transport == Transport.ipc or case.roles.learner_nodes == 1
-    moved = case.weights.nbytes / (
-        (gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link
-    )
-    return moved + _pausing(case)
+        moving = largest / (case.assumed.file_gbs * GIGA)
+    else:
+        near = transport == Transport.ipc or case.roles.learner_nodes == 1
+        link = gpu.link_gbs if near else gpu.network_gbs
+        moving = case.weights.nbytes / (link * GIGA * case.assumed.link)
+    return moving + _pausing(case)
 
 
 def _pausing(case: Case) -> float:

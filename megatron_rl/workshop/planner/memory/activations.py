@@ -19,7 +19,6 @@ from megatron_rl.learner.modules import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
-from megatron_rl.models.shape import ModelShape
 
 # bytes
 FP32 = 4
@@ -87,23 +86,27 @@ class Training:
         return 1.0
 
 
-def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pack: Pack) -> Kept:
-    """`chosen`: experts of each token."""
-    if shape.experts:
-        mlp = _experts(shape, chosen, layout, training)
-    else:
-        mlp = _mlp(shape, layout, training)
-    attention = _attention(shape, layout, training, pack)
+def chosen(model: Model) -> int:
+    """Experts of each token."""
+    if model.shape.experts:
+        return limits.experts_per_token(model.hf_config)
+    return 0
+
+
+def kept(model: Model, training: Training, pack: Pack) -> Kept:
+    shape = model.shape
+    mlp = _experts(model, training) if shape.experts else _mlp(model, training)
+    attention = _attention(model, training, pack)
     # the input and the result of the norm before it
     norm = (2 * shape.hidden * training.width + FP32) / training.sp
-    own = {"mlp norm": norm, "adapters": _adapters(shape, chosen, training)}
+    own = {"mlp norm": norm, "adapters": _adapters(model, training)}
     parts = {**attention, **mlp, **own}
     gone: set[str] = set()
     if training.granularity == "selective":
         gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())}
     stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
     if "core" in gone:  # its inputs are kept in its place
-        stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / layout.tp
+        stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / model.layout.tp
     return Kept(sum(parts.values()), parts["input"], stays)
 
 
@@ -116,11 +119,10 @@ RECOMPUTED = {
 }
 
 
-def _attention(
-    shape: ModelShape, layout: Layout, training: Training, pack: Pack
-) -> dict[str, float]:
+def _attention(model: Model, training: Training, pack: Pack) -> dict[str, float]:
+    shape = model.shape
     width = training.width
-    tp = layout.tp
+    tp = model.layout.tp
     sp = training.sp
     q = shape.size("q") / tp
     kv = shape.size("kv") / tp
@@ -135,7 +137,9 @@ def _attention(
             "core": (2 * q + 2 * kv) * width + sums,
             "projection": q * training.fp8,
         }
-    core = 2 * q + 2 * kv * layout.cp  # ours gathers them over the ranks that share a sequence
+    core = (
+        2 * q + 2 * kv * model.layout.cp
+    )  # ours gathers them over the ranks that share a sequence
     if pack.longest <= SHORT and width < FP32:
         return parts | {"core": core * FP32 + sums, "projection": q * width}
     # values are a view of the joined result, which a norm of queries and keys has kept
@@ -146,8 +150,8 @@ def _attention(
     return parts | {"core": core * width + sums}
 
 
-def _mlp(shape: ModelShape, layout: Layout, training: Training) -> dict[str, float]:
-    each = shape.ffn / layout.tp * training.width
+def _mlp(model: Model, training: Training) -> dict[str, float]:
+    each = model.shape.ffn / model.layout.tp * training.width
     return {"fc1": 2 * each, "activation": _activation(training) * each}
 
 
@@ -160,15 +164,15 @@ def _activation(training: Training) -> int:
     return 2
 
 
-def _experts(
-    shape: ModelShape, chosen: int, layout: Layout, training: Training
-) -> dict[str, float]:
+def _experts(model: Model, training: Training) -> dict[str, float]:
     """Tokens spread evenly over experts: each rank computes as many as it sends."""
+    shape = model.shape
     width = training.width
     sp = training.sp
-    router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
-    rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
-    each = shape.expert_ffn / layout.expert_tp * width
+    tp = model.layout.expert_tp
+    router = (chosen(model) * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
+    rows = chosen(model) * tp / sp  # of an expert's input, for each position
+    each = shape.expert_ffn / tp * width
     # both products are in FP32, and the second is kept to be weighed: learner/modules/experts.py
     if training.host:
         first = 2 * each / width * FP32
@@ -183,15 +187,16 @@ def _experts(
     }
 
 
-def _adapters(shape: ModelShape, chosen: int, training: Training) -> float:
+def _adapters(model: Model, training: Training) -> float:
     """What comes out of each A, and on GPUs the norms' results, which the layers that read them do
     not give away.
     """
+    shape = model.shape
     one = replace(shape, layers=1, experts=min(shape.experts, 1))
     found = 0.0
     for param in params(one):
         for a in adapters(param, one)[:1]:
-            found += sum(rank for rank, _ in a.shapes) * (chosen if param.row.expert else 1)
+            found += sum(rank for rank, _ in a.shapes) * (chosen(model) if param.row.expert else 1)
             if param.row.norm is not None and not (training.host or param.row.expert):
                 found += shape.hidden / training.sp
     return found * training.width

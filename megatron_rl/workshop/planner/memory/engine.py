@@ -24,7 +24,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import outputs
-from megatron_rl.workshop.planner.memory.learner import BF16, chosen
+from megatron_rl.workshop.planner.memory.activations import chosen
+from megatron_rl.workshop.planner.memory.learner import BF16
 
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from megatron_rl.learner.modules import limits
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import adapters, params, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.workshop.planner.memory import activations
-from megatron_rl.workshop.planner.memory.activations import Pack, Training
+from megatron_rl.workshop.planner.memory.activations import Pack, Training, chosen
 
 BF16 = 2  # bytes
 # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
@@ -124,7 +123,7 @@ def of_stage(
     mine = held(shape, layout, stage)
     layers = layout.stage_layers(shape.layers)[stage]
     pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest)
-    kept = activations.kept(shape, chosen(model), layout, training, pack)
+    kept = activations.kept(model, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
     last = stage == layout.pp - 1
@@ -147,13 +146,6 @@ def of_stage(
         gradients_of_layer=step,
         forward=pack.tokens * kept.layer + step + norms + logits + copies,
     )
-
-
-def chosen(model: Model) -> int:
-    """Experts of each token."""
-    if model.shape.experts:
-        return limits.experts_per_token(model.hf_config)
-    return 0
 
 
 def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
