@@ -35,10 +35,6 @@ class Adapters:
     alphas: Mapping[str, float]  # of the weights that have one
     get: Get
 
-    def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = names_of(name)
-        return self.get(a), self.get(b)
-
 
 def _linear(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights that `lora` adapts."""
@@ -86,7 +82,7 @@ def merged(base: HfFolder, held: Adapters) -> Get:
         weight = base.read(name)
         if name not in held.alphas:
             return weight
-        a, b = held.pair(name)
+        a, b = map(held.get, names_of(name))
         narrow = weight.to(a.dtype)  # as the learner held it
         rows = [torch.arange(len(weight))]
         scale = held.alphas[name] / len(a)

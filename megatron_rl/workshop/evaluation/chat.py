@@ -63,11 +63,11 @@ class Chat:
 
     def answer(self, text: str) -> str:
         """Answer a text; a conversation that has become too long loses its beginning."""
+        most = self.config.rollout.max_prompt_tokens
         self.messages.append({"role": "user", "content": text})
-        while len(ids := self._encoded(text)) > self.config.rollout.max_prompt_tokens:
+        while len(ids := self._encoded(text)) > most:
             if not self.talks or len(self.messages) == 1:
                 self.messages.pop()
-                most = self.config.rollout.max_prompt_tokens
                 raise Unanswered(
                     f"this has {len(ids)} tokens, the engine takes {most}: raise "
                     "rollout.max_prompt_tokens"

@@ -75,10 +75,9 @@ def _found(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
         )
     if RunDir(path).config.is_file():
         return _of_run(path, config, hf)
-    if is_checkpoint(path / checkpoints.POLICY):  # a run's runs/NAME/checkpoints/step_N
-        return StoredModel(
-            _companions(path, config, hf), path / checkpoints.POLICY, f"{_of(path)}{path.name}"
-        )
+    policy = path / checkpoints.POLICY
+    if is_checkpoint(policy):  # a run's runs/NAME/checkpoints/step_N
+        return StoredModel(_companions(path, config, hf), policy, f"{_of(path)}{path.name}")
     if is_checkpoint(path) and (path / KEPT / "config.json").is_file():
         hf = hf or path / KEPT
     if is_checkpoint(path) or is_peft(path):

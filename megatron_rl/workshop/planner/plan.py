@@ -101,11 +101,9 @@ def _share(case: Case, one: Memory) -> str | None:
     least = engine.weights + engine.runtime + case.work.longest * engine.token
     if given.get("kv_cache_memory_bytes") is not None or largest * one.limit < least:
         return None
-    beside = sum(n for part, n in one.at_peak.items() if not part.startswith("engine: "))
-    if beside:
+    keeps = "the rest is the engine's own, too"
+    if beside := sum(n for part, n in one.at_peak.items() if not part.startswith("engine: ")):
         keeps = f"the learner keeps {beside / GIB:.1f}"
-    else:
-        keeps = "the rest is the engine's own, too"
     return (
         f"{SHARE_KEY}: {given.get('gpu_memory_utilization') or 'null'}, so that an engine takes "
         f"{utilization(case.config.sampler):.0%} of {one.limit / GIB:.1f} GiB and "

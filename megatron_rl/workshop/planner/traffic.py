@@ -264,13 +264,12 @@ def _links(found: list[Links], link_gbs: float | None) -> list[str]:
 
 
 def _size(nbytes: float) -> str:
-    if nbytes < 1024:
-        return f"{nbytes:,.0f} B"
     power = 0
     while nbytes >= 1024 and power < len(UNITS) - 1:
         nbytes /= 1024
         power += 1
-    return f"{nbytes:,.1f} {UNITS[power]}"
+    digits = 1 if power else 0
+    return f"{nbytes:,.{digits}f} {UNITS[power]}"
 
 
 def _seconds(nbytes: int, link_gbs: float) -> str:

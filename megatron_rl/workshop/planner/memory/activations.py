@@ -97,7 +97,7 @@ def kept(model: Model, training: Training, pack: Pack) -> Kept:
     shape = model.shape
     mlp = _experts(model, training) if shape.experts else _mlp(model, training)
     attention = _attention(model, training, pack)
-    # the input and the result of the norm before it
+    # the MLP's norm: its input and its result
     norm = (2 * shape.hidden * training.width + FP32) / training.sp
     own = {"mlp norm": norm, "adapters": _adapters(model, training)}
     parts = {**attention, **mlp, **own}
