@@ -25,7 +25,7 @@ MAXIMA_S = 2 * 9 * 56 * 0.7e9 / (3.35e12 * 0.75)
 
 def case(recipe: str, *words: str, **assumed: float) -> Case:
     config = load(RECIPES / f"{recipe}.yaml", words)
-    card = read_card(str(config.model.folder))
+    card = read_card(config.model.folder)
     return Case(config, card, named("2x8xH100-80"), Assumptions(**assumed))
 
 

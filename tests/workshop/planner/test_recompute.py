@@ -32,7 +32,7 @@ H100 = named("1x8xH100-80")
 
 
 def decided(config: Config, machine: Machine) -> tuple[Config, str]:
-    return for_machine(config, read_card(str(config.model.folder)), machine)
+    return for_machine(config, read_card(config.model.folder), machine)
 
 
 def update(config: Config, machine: Machine, card: dict[str, Any]) -> float:
@@ -50,7 +50,7 @@ def test_every_recipe_recomputes_no_more_than_before(recipe: Path) -> None:
     config = load(recipe)
     machine = named(str(cluster(recipe)[1]))
     found, _ = decided(config, machine)
-    assert update(found, machine, read_card(str(config.model.folder))) <= 1 - TIGHT
+    assert update(found, machine, read_card(config.model.folder)) <= 1 - TIGHT
     if "-1n" in recipe.stem and recipe.stem not in RECOMPUTED:
         assert found.learner == replace(config.learner, recompute=Recompute.none)
 
