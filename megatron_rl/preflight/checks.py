@@ -149,6 +149,7 @@ def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Ite
 def context(
     hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection
 ) -> Iterator[str]:
+    """Lengths of training and evaluation against the model's context."""
     longest = hf_config.get("max_position_embeddings")
     if longest is None:
         return
@@ -175,6 +176,7 @@ def formats(
 
 
 def learner_fp8(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
+    """FP8 products of the learner, and the kind of scales that the GPU can use."""
     wanted = limits.fp8(learner)
     if wanted is None:
         return

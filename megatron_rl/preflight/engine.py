@@ -32,6 +32,7 @@ EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 def experts(
     machine: Machine, shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection
 ) -> Iterator[str]:
+    """Formats whose kernels cannot run the experts as `ignore` leaves them."""
     for format in dict.fromkeys(replica_formats(sampler, quantization)):
         yield from _experts(machine, shape, format, quantization.ignore)
 
@@ -62,6 +63,7 @@ def _experts(
 def routed(
     machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection
 ) -> Iterator[str]:
+    """Replay of the engine's routing, where it has none or cannot report it."""
     if learner.router is Router.own:
         return
     if machine.kind == Device.cuda and sampler.vllm.get("enable_prefix_caching") is False:
@@ -130,6 +132,7 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
 
 
 def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
+    """GPUs or cores for several engines on this machine."""
     count = sampler.engines
     cores = len(own_cores()) or 1
     if count == 1 or uses_servers(sampler):
@@ -148,6 +151,7 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
 def sleep(
     machine: Machine, sampler: SamplerSection, sync: SyncSection, learner: LearnerSection
 ) -> Iterator[str]:
+    """Sleeping engines, and an optimizer that is offloaded for them."""
     wanted = sampler.sleep
     if wanted == Sleep.none:
         if learner.offload != Offload.none and machine.kind != Device.cpu:
@@ -178,6 +182,7 @@ def transport(
     learner: LearnerSection,
     sync: SyncSection,
 ) -> Iterator[str]:
+    """Transports that need engine and learner on the same GPUs, or on different ones."""
     name = sync.transport
     if name == Transport.file:
         return

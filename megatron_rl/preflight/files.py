@@ -132,6 +132,7 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
+    """Stored weights against config.json, where a run begins with them."""
     folder = Path(model.path)
     if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
         yield from (f"model.path: {each}" for each in misfits(folder, shape))

@@ -147,6 +147,8 @@ def keeps_prefixes(section: SamplerSection) -> bool:
 
 @dataclass(frozen=True)
 class Case:
+    """Recipe, model and machine of a plan; all else is computed from them once."""
+
     config: Config
     hf_config: Mapping[str, Any]
     machine: Machine

@@ -103,6 +103,7 @@ def _precision(case: Case, as_json: bool) -> str:
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
+    """Parse the values of --assume; a name that is not known is refused."""
     known = vars(Assumptions())
     values = {}
     for word in given:
@@ -121,6 +122,7 @@ def assumptions(given: Sequence[str]) -> Assumptions:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
+    """The JSON of a plan, without its sync."""
     case = made.case
     roles = {name: getattr(case.roles, name) for name in ("gpus", "nodes", "kinds")}
     about: dict[str, Any] = {

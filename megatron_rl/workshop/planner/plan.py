@@ -34,6 +34,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Plan:
+    """Result of `plan`: what a case needs, and every reason against it."""
+
     case: Case  # with every `auto` decided
     parameters: int
     memory: tuple[Memory, ...]
@@ -53,6 +55,7 @@ class Plan:
 
 
 def plan(case: Case) -> Plan:
+    """Plan a case, with every `auto` of its recipe decided first."""
     case, said = decided(case)
     config = case.config
     machine = case.machine
@@ -113,6 +116,7 @@ def _share(case: Case, one: Memory) -> str | None:
 
 
 def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
+    """Kinds of GPUs whose memory the fullest phase exceeds."""
     for one in memory:
         if share := _share(case, one):
             yield share
@@ -134,6 +138,7 @@ def largest_parts(parts: Mapping[str, float]) -> str:
 
 
 def _too_little(case: Case) -> Iterator[str]:
+    """A cache that cannot hold one prompt with its response."""
     engine = case.engine
     longest = case.work.longest
     if case.limit is not None and engine.tokens < longest:
@@ -145,6 +150,7 @@ def _too_little(case: Case) -> Iterator[str]:
 
 
 def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
+    """Settings that cost time or GPUs, and are allowed."""
     machine = case.machine
     engine = case.engine
     work = case.work
@@ -174,6 +180,7 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
 
 
 def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:
+    """CPU memory of the first node, where the machine names it."""
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
         yield (

@@ -118,6 +118,7 @@ def _seconds(made: Plan) -> float:
 
 
 def _clock(seconds: float) -> str:
+    """Time limit as Slurm reads it, at most that of the longest job."""
     minutes = min(max(int(seconds // 60) + 1, 10), LONGEST_JOB_S // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 

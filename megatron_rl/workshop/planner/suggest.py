@@ -51,6 +51,8 @@ SHARED_FOLDER = "/shared/sync"  # the reader's own, where engines are on other n
 
 @dataclass(frozen=True)
 class Suggestion:
+    """A layout that fits the machine."""
+
     way: str  # how learner and engines share the GPUs
     config: Config
     plan: Plan
@@ -204,6 +206,7 @@ def _of_first_node(
 
 
 def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> Config:
+    """Engines on the nodes that the learner leaves, served by address."""
     each = machine.gpus // tp
     hosts = range(learner_nodes, machine.nodes)
     addresses = [f"http://node{host}:{8000 + number}" for host in hosts for number in range(each)]
@@ -242,6 +245,7 @@ def _learners(base: Case, ranks: int) -> Iterator[LearnerSection]:
 
 
 def _learner(base: Case, tp: int, pp: int, dp: int, ep: int) -> LearnerSection:
+    """The recipe's learner with these parallel sizes, and nothing that an old layout decided."""
     learner = base.config.learner
     megatron = {key: value for key, value in learner.megatron.items() if key not in OWNED}
     if tp > 1 or learner.megatron.get("sequence_parallel"):

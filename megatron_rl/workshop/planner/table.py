@@ -33,6 +33,7 @@ def describe(plan: Plan, changes: Sequence[str] = ()) -> str:
 
 
 def _roles(plan: Plan) -> Iterator[str]:
+    """Lines on machine, model, ranks, engines, and the work of a step."""
     case = plan.case
     config = case.config
     roles = case.roles
@@ -88,6 +89,7 @@ def _gib(nbytes: float) -> str:
 
 
 def _rest(plan: Plan) -> Iterator[str]:
+    """Lines on cache, checkpoint, CPU memory, staleness and time."""
     case = plan.case
     config = case.config
     cache = plan.cache
@@ -117,6 +119,7 @@ def _rest(plan: Plan) -> Iterator[str]:
 
 
 def _time(time: StepTime, plan: Plan) -> Iterator[str]:
+    """Lines on the seconds of a step, and on what they assume."""
     config = plan.case.config
     work = plan.case.work
     phases = ", ".join(f"{phase} {duration(getattr(time, phase))}" for phase in PHASES)

@@ -76,6 +76,7 @@ class StepTime(Sampling, Learning):
 
 
 def step_time(case: Case) -> StepTime:
+    """Seconds of a step's phases; sync and save by their share of each step."""
     learned = learning(case)
     sampled = rolling_out(case)
     every = case.config.sync.every
@@ -91,6 +92,7 @@ def step_time(case: Case) -> StepTime:
 
 
 def learning(case: Case) -> Learning:
+    """Seconds of the proximal pass and of the updates of a step."""
     config = case.config
     work = case.work
     layout = case.model.layout

@@ -33,6 +33,8 @@ GroupKey = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class SyncPlan:
+    """Tensors of one sync, and the bytes that each rank of the learner sends."""
+
     weights: EngineWeights
     tensors: tuple[TensorSpec, ...]
     writers: Mapping[tuple[int, int], int]  # (stage, expert-parallel rank) -> bytes it writes
@@ -55,6 +57,7 @@ class _Kind:
 
 
 def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    """Follow every weight from the ranks that hold it to the rank that writes it."""
     shape = model.shape
     layout = model.layout
     stage_of = {
@@ -119,6 +122,8 @@ def _kind(first: Output, *rest: Output) -> _Kind:
 
 @dataclass(frozen=True)
 class SamplerLayout:
+    """Engines of a sync: ranks of each, and how many."""
+
     tp: int = 1
     replicas: int = 1
 
@@ -163,6 +168,7 @@ class Traffic:
         self.bound = lower_bound(self.plan, self.model, self.sampler)
 
     def numbers(self) -> dict[str, Any]:
+        """The JSON of a plan's `sync`."""
         return {
             "bytes": self.plan.nbytes,
             "tensors": len(self.plan.tensors),
@@ -172,6 +178,7 @@ class Traffic:
         }
 
     def describe(self, link_gbs: float | None) -> str:
+        """Text with tables of tensors, links and the lower bound."""
         config = self._config
         plan = self.plan
         layout = self.model.layout

@@ -94,6 +94,7 @@ def chosen(model: Model) -> int:
 
 
 def kept(model: Model, training: Training, pack: Pack) -> Kept:
+    """Bytes that a layer of this model keeps."""
     shape = model.shape
     mlp = _experts(model, training) if shape.experts else _mlp(model, training)
     attention = _attention(model, training, pack)
@@ -120,6 +121,7 @@ RECOMPUTED = {
 
 
 def _attention(model: Model, training: Training, pack: Pack) -> dict[str, float]:
+    """Bytes by part, from the layer's input to the output projection."""
     shape = model.shape
     width = training.width
     tp = model.layout.tp
@@ -151,6 +153,7 @@ def _attention(model: Model, training: Training, pack: Pack) -> dict[str, float]
 
 
 def _mlp(model: Model, training: Training) -> dict[str, float]:
+    """Bytes by part of a dense MLP, without its norm."""
     each = model.shape.ffn / model.layout.tp * training.width
     return {"fc1": 2 * each, "activation": _activation(training) * each}
 

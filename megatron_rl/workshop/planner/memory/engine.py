@@ -60,6 +60,7 @@ class EngineWeights:
 
 @cache
 def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
+    """Count the tensors that a sync sends, scales included."""
     counts = dict.fromkeys(("whole", "split", "key_value", "experts"), 0)
     joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
     of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}
