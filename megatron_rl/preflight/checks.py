@@ -139,6 +139,7 @@ def check_watched(config: schema.Config) -> None:
 
 
 def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """A model whose stored weights are quantized."""
     if "quantization_config" in hf_config:
         yield (
             f"model.path: {model.path} is already quantized; name the BF16 model, and let "
@@ -168,6 +169,7 @@ def context(
 def formats(
     machine: Machine, sampler: schema.SamplerSection, quantization: schema.QuantizationSection
 ) -> Iterator[str]:
+    """Weight formats for which the machine has no kernel."""
     key = "sampler.formats" if sampler.formats else "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
         problem = format_problem(format, machine.kind, machine.name, machine.capability)

@@ -122,6 +122,7 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
 
 
 def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
+    """An FP8 cache, where no GPU here can keep one."""
     if quantization.kv_cache == KvCache.none:
         return
     value = f"quantization.kv_cache: {quantization.kv_cache}"
@@ -217,6 +218,7 @@ def transport(
 def top_k_support(
     shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection
 ) -> Iterator[str]:
+    """Top-k filters against the vocabulary, and against the candidates that servers return."""
     if rollout.top_k is None:
         return
     if rollout.top_k >= shape.vocab:

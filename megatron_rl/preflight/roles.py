@@ -162,6 +162,7 @@ def host_memory(
 
 
 def reach(sampler: schema.SamplerSection, sync: schema.SyncSection) -> Iterator[str]:
+    """A sync folder that servers on other machines cannot read."""
     elsewhere = distant(sampler)
     if sampler.dedicated_nodes and not elsewhere:
         elsewhere = ["a server on another node"]

@@ -104,6 +104,7 @@ def _divides(total: int, what: str) -> Condition:
 def _whole_blocks(
     blocks: Iterable[tuple[str, int]], value: int, most: Mapping[str, int] = {}
 ) -> Iterator[Condition]:
+    """Conditions that shares of these weights hold whole blocks of scales."""
     for name, total in blocks:
         problem = f"cuts 128x128 blocks of {name}: {total} / {value} is not a multiple of {BLOCK}"
         yield partial(_is_whole, total, most.get(name, LARGEST)), problem
@@ -133,6 +134,7 @@ def _block_shares(
 
 
 def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
+    """Layers that do not divide over stages, or over the chunks of a stage."""
     try:
         layout.stage_layers(shape.layers)
         return []

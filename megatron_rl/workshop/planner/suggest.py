@@ -9,18 +9,11 @@ from itertools import product
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.choices import Format, Offload, Recompute, Sleep, Transport
 from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.load import check, flat
 from megatron_rl.config.plain_yaml import write_line
-from megatron_rl.config.schema import (
-    Config,
-    Format,
-    LearnerSection,
-    Offload,
-    Recompute,
-    Sleep,
-    Transport,
-)
+from megatron_rl.config.schema import Config, LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine
