@@ -20,6 +20,7 @@ from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[1]
@@ -62,9 +63,9 @@ def test_a_recipe_fits_its_own_cluster(recipe):
 
 def test_a_recipe_fits_the_memory_of_its_cluster(recipe):
     config, (_, machine) = load(recipe), cluster(recipe)
-    made = plan(config, read_card(config.model.path), named(machine))
+    made = plan(Case(config, read_card(config.model.path), named(machine)))
     assert (made.verdict, made.problems) == ("fits", ())
-    assert made.roles.nodes == named(machine).nodes
+    assert made.case.roles.nodes == named(machine).nodes
 
 
 def test_a_recipe_is_called_what_it_is(recipe):

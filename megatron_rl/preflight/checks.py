@@ -2,22 +2,20 @@
 answers alone starts: every problem in one error, or in a list for the planner; and notes.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
 from megatron_rl.config.rules import Rule, findings
 from megatron_rl.learner.modules import limits
-from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import Lora, ModelShape
-from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
@@ -55,15 +53,16 @@ def check(
     absent = list(findings(ABSENT, facts))
     if on is None:
         problems += [each.error for each in absent if each.error]
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    refuse(problems)
     to_bring = tuple(each.what for each in absent) if on else ()
-    return Checked(
-        facts["machine"],
-        facts["policy"],
-        to_bring,
-        tuple(findings(notes.RULES, facts)),
-    )
+    said = tuple(findings(notes.RULES, facts))
+    return Checked(facts["machine"], facts["policy"], to_bring, said)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises one ConfigError that lists every problem, once; none where there are none."""
+    if found := dict.fromkeys(problems):
+        raise ConfigError("\n".join(found))
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
@@ -83,28 +82,23 @@ def _facts(
     problem.
     """
     sets = held_out(config)
-    known = [name for one in sets for name in one.metrics()]
-    facts: dict[str, Any] = {
-        **vars(config),
+    facts: dict[str, Any] = vars(config) | {
         "config": config,
         "elsewhere": on is not None,
+        "sets": sets,
+        "known_metrics": [name for one in sets for name in one.metrics()],
     }
-    facts |= {"sets": sets, "known_metrics": known}
     problems: list[str] = []
     try:
         facts["machine"] = on or detect(config.run.device)
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
-        facts["policy"] = Model.of(
-            hf_config, Layout.from_config(config.learner), lora=Lora.of(config.learner.lora)
-        )
+        hf_config = (read_card if on or cards else read_hf_config)(config.model.folder)
+        layout = Layout.from_config(config.learner)
+        policy = Model.of(hf_config, layout, lora=Lora.of(config.learner.lora))
         # of which sizes can be believed
-        facts |= {
-            "hf_config": hf_config,
-            "shape": facts["policy"].shape,
-        }
+        facts |= {"policy": policy, "hf_config": hf_config, "shape": policy.shape}
     except ConfigError as error:
         problems.append(str(error))
     except ValueError as error:
@@ -121,9 +115,7 @@ def check_served(model: schema.ModelSection) -> None:
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
     except ValueError as error:
         raise ConfigError(f"model.path={model.path}: {error}") from None
-    rules = (unquantized, files.weights, files.vocabulary, files.end_of_text)
-    if problems := list(findings(rules, facts)):
-        raise ConfigError("\n".join(problems))
+    refuse(findings((unquantized, files.weights, files.vocabulary, files.end_of_text), facts))
 
 
 def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
@@ -132,32 +124,22 @@ def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
     """
     facts, problems = _facts(config, None)
     if "shape" in facts:
-        if is_checkpoint(weights):
-            misfits = torch_dist_index.misfits
-        else:
-            misfits = weight_files.misfits
-        problems += misfits(weights, facts["shape"])
+        problems += files.misfits(weights, facts["shape"])
     problems += findings((*ALONE, *more), facts)
     problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return list(
-        notes.plain_text(
-            config.model,
-            config.data,
-            [one.path for one in facts["sets"]],
-        )
-    )
+    refuse(problems)
+    paths = [one.path for one in facts["sets"]]
+    return list(notes.plain_text(config.model, config.data, paths))
 
 
 def check_watched(config: schema.Config) -> None:
     """Whether the modules of a learner and an engine can be looked at here."""
     facts, _ = _facts(config, None)
-    if problems := [f"mismatch: {why}" for why in findings([engine.unwatchable], facts)]:
-        raise ConfigError("\n".join(problems))
+    refuse(f"mismatch: {why}" for why in findings([engine.unwatchable], facts))
 
 
 def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """A model whose stored weights are quantized."""
     if "quantization_config" in hf_config:
         yield (
             f"model.path: {model.path} is already quantized; name the BF16 model, and let "
@@ -168,6 +150,7 @@ def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Ite
 def context(
     hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection
 ) -> Iterator[str]:
+    """Lengths of training and evaluation against the model's context."""
     longest = hf_config.get("max_position_embeddings")
     if longest is None:
         return
@@ -186,10 +169,8 @@ def context(
 def formats(
     machine: Machine, sampler: schema.SamplerSection, quantization: schema.QuantizationSection
 ) -> Iterator[str]:
-    if sampler.formats:
-        key = "sampler.formats"
-    else:
-        key = "quantization.format"
+    """Weight formats for which the machine has no kernel."""
+    key = "sampler.formats" if sampler.formats else "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
         problem = format_problem(format, machine.kind, machine.name, machine.capability)
         if problem:
@@ -197,24 +178,24 @@ def formats(
 
 
 def learner_fp8(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
+    """FP8 products of the learner, and the kind of scales that the GPU can use."""
     wanted = limits.fp8(learner)
     if wanted is None:
         return
+    recipe = limits.fp8_recipe(learner)
+    capability = machine.capability or math.inf
     if machine.kind == schema.Device.cpu:
         yield f"learner.megatron.fp8: {wanted} needs Transformer Engine on a GPU; leave it out"
-    elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
+    elif capability < FP8_CAPABILITY:
         yield (
             f"learner.megatron.fp8: {wanted} needs compute capability {FP8_CAPABILITY}, "
-            f"{machine.name} has {machine.capability}; leave it out"
+            f"{machine.name} has {capability}; leave it out"
         )
-    elif machine.capability is not None and machine.capability < FP8_RECIPES.get(
-        limits.fp8_recipe(learner), 0
-    ):
-        recipe = limits.fp8_recipe(learner)
+    elif capability < FP8_RECIPES.get(recipe, 0):
         yield (
             f"learner.megatron.fp8_recipe: {recipe} needs compute capability "
-            f"{FP8_RECIPES[recipe]}, {machine.name} has {machine.capability}; use "
-            f"{'tensorwise' if machine.capability < 9 else 'blockwise'}"
+            f"{FP8_RECIPES[recipe]}, {machine.name} has {capability}; use "
+            f"{'tensorwise' if capability < 9 else 'blockwise'}"
         )
 
 

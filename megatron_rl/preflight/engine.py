@@ -9,7 +9,7 @@ from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.choices import Device, Format, KvCache, Offload, Router, Sleep, Transport
 from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
-from megatron_rl.config.fleet import devices, gpus_of_engines, replica_formats, uses_servers
+from megatron_rl.config.fleet import devices, replica_formats, uses_servers
 from megatron_rl.config.sampling import (
     TIES,
     QuantizationSection,
@@ -22,6 +22,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.roles import roles
 from megatron_rl.processes.process import own_cores
 from megatron_rl.quantization.formats import FP8_CAPABILITY, is_ignored, is_quantized
 
@@ -31,6 +32,7 @@ EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 def experts(
     machine: Machine, shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection
 ) -> Iterator[str]:
+    """Formats whose kernels cannot run the experts as `ignore` leaves them."""
     for format in dict.fromkeys(replica_formats(sampler, quantization)):
         yield from _experts(machine, shape, format, quantization.ignore)
 
@@ -38,23 +40,19 @@ def experts(
 def _experts(
     machine: Machine, shape: ModelShape, format: Format, ignore: list[str]
 ) -> Iterator[str]:
-    if not shape.experts or format == Format.none:
-        return
-    # layer -> (quantized expert tensors, all expert tensors)
-    counts: dict[int, tuple[int, int]] = {}
+    quantized: dict[int, set[bool]] = {}  # of the expert tensors of each layer
     for param in params(shape):
         if param.expert is not None and param.layer is not None:
-            quantized, total = counts.get(param.layer, (0, 0))
-            quantized += sum(is_quantized(name, format, ignore) for name in param.hf)
-            counts[param.layer] = (quantized, total + len(param.hf))
-    mixed = [layer for layer, (quantized, total) in counts.items() if 0 < quantized < total]
+            found = (is_quantized(name, format, ignore) for name in param.hf)
+            quantized.setdefault(param.layer, set()).update(found)
+    mixed = [layer for layer, found in quantized.items() if len(found) > 1]
     if mixed:
         yield (
             f"quantization.ignore: {ignore} names some of the expert weights of layer {mixed[0]} "
             "and not others, but the engine runs all experts of a layer in one kernel; name all "
             f"of them ({EXPERTS_PATTERN!r} is every expert) or none"
         )
-    elif machine.kind == Device.cpu and any(quantized for quantized, _ in counts.values()):
+    elif machine.kind == Device.cpu and {True} in quantized.values():
         yield (
             f"quantization.format: {format} experts have no kernel on hosts; add "
             f"{EXPERTS_PATTERN!r} to quantization.ignore (the experts stay in BF16, everything "
@@ -65,6 +63,7 @@ def _experts(
 def routed(
     machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection
 ) -> Iterator[str]:
+    """Replay of the engine's routing, where it has none or cannot report it."""
     if learner.router is Router.own:
         return
     if machine.kind == Device.cuda and sampler.vllm.get("enable_prefix_caching") is False:
@@ -122,6 +121,7 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
 
 
 def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
+    """An FP8 cache, where no GPU here can keep one."""
     if quantization.kv_cache == KvCache.none:
         return
     value = f"quantization.kv_cache: {quantization.kv_cache}"
@@ -132,6 +132,7 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
 
 
 def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
+    """GPUs or cores for several engines on this machine."""
     count = sampler.engines
     cores = len(own_cores()) or 1
     if count == 1 or uses_servers(sampler):
@@ -141,9 +142,8 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
         if not devices(sampler):
             yield f"sampler.devices: null for {count} engines; name {count * sampler.tensor_parallel} GPUs"
     elif count * sampler.tensor_parallel > cores:
-        if sampler.tensor_parallel == 1:
-            each = ""
-        else:
+        each = ""
+        if sampler.tensor_parallel > 1:
             each = f" of {sampler.tensor_parallel} ranks"
         yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"
 
@@ -151,6 +151,7 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
 def sleep(
     machine: Machine, sampler: SamplerSection, sync: SyncSection, learner: LearnerSection
 ) -> Iterator[str]:
+    """Sleeping engines, and an optimizer that is offloaded for them."""
     wanted = sampler.sleep
     if wanted == Sleep.none:
         if learner.offload != Offload.none and machine.kind != Device.cpu:
@@ -181,38 +182,34 @@ def transport(
     learner: LearnerSection,
     sync: SyncSection,
 ) -> Iterator[str]:
+    """Transports that need engine and learner on the same GPUs, or on different ones."""
     name = sync.transport
-    layout = Layout.from_config(learner)
     if name == Transport.file:
         return
     if machine.kind == Device.cpu:
         yield f"sync.transport: {name} needs GPUs; use file"
         return
-    # ranks take the first GPUs of their host
-    local = min(layout.world, machine.gpus or layout.world)
-    engine = gpus_of_engines(sampler)
-    shared = sorted(engine & set(range(local)))
-    named = ",".join(map(str, sorted(engine)))
+    found = roles(Layout.from_config(learner), sampler, machine.gpus)
+    first = found.tasks_per_node  # GPUs of the learner, from 0 on
     if name == Transport.ipc:
-        if layout.world > local:
+        if found.learner_nodes > 1:
             yield (
                 "sync.transport: ipc shares memory within one host, but the learner has "
-                f"{layout.world} ranks and this host {machine.gpus} GPUs; use nccl with the engine "
+                f"{found.learner} ranks and this host {machine.gpus} GPUs; use nccl with the engine "
                 "on GPUs of its own, or file"
             )
-        elif len(shared) < len(engine):
+        elif found.shared != found.local:
             yield (
                 "sync.transport: ipc hands over memory on the same GPU, but the engine runs on "
-                f"{named} and the learner on 0 to {local - 1}; name GPUs of the learner in "
+                f"{','.join(map(str, found.local))} and the learner on 0 to {first - 1}; name GPUs of the learner in "
                 "sampler.devices, or use nccl"
             )
-        return
-    if shared:
+    elif found.shared:
         count = sampler.engines * sampler.tensor_parallel
-        free = ",".join(str(local + number) for number in range(count))
+        free = ",".join(map(str, range(first, first + count)))
         yield (
             f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner "
-            f"both take {','.join(map(str, shared))}; give the engine GPUs of its own "
+            f"both take {','.join(map(str, found.shared))}; give the engine GPUs of its own "
             f"(sampler.devices={free!r}), or use ipc"
         )
 
@@ -220,6 +217,7 @@ def transport(
 def top_k_support(
     shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection
 ) -> Iterator[str]:
+    """Top-k filters against the vocabulary, and against the candidates that servers return."""
     if rollout.top_k is None:
         return
     if rollout.top_k >= shape.vocab:

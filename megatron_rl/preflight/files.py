@@ -31,32 +31,32 @@ class Absent:
     error: str  # for whoever wants to start here
 
 
-def read_card(path: str, key: str = "model.path") -> dict[str, Any]:
+def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     """The config.json of a model that is elsewhere: its own where the folder is here, or the card
     of its name.
     """
     if (Path(path) / "config.json").is_file():
         return read_hf_config(path, key)
+    name = Path(path).name
     cards = sorted(card.stem for card in (CONF / "model").glob("*.json"))
-    if Path(path).name not in cards:
+    if name not in cards:
         raise ConfigError(
-            f"{key}: no config.json in {path!r}, and no card in conf/model/ is of that name "
+            f"{key}: no config.json in {str(path)!r}, and no card in conf/model/ is of that name "
             f"(cards: {', '.join(cards)}); bring the folder, or put its config.json there as "
-            f"{Path(path).name or 'NAME'}.json"
+            f"{name or 'NAME'}.json"
         )
-    return read_hf_config(CONF / "model" / f"{Path(path).name}.json")
+    return read_hf_config(CONF / "model" / f"{name}.json")
 
 
 def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
     folder = Path(model.path)
     weights = model.init == schema.ModelInit.pretrained
     if not (model.folder / "config.json").is_file():
+        parts = "config.json and tokenizer"
         if weights:
             parts = "config.json, tokenizer and .safetensors"
-        else:
-            parts = "config.json and tokenizer"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
-    elif weights and not list(folder.glob("*.safetensors")) and not is_checkpoint(folder):
+    elif weights and not _holds_weights(folder):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
             f"model.path: {model.path} holds no .safetensors weights; bring them there (for the "
@@ -67,11 +67,9 @@ def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
 def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
     given = [("data.train", path) for path in data.sources("train")]
     given += [(one.key, one.path) for one in sets if one.path]
-    toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
-    if toy:
+    way_out = "bring it there, or name another file"
+    if any(Path(value).is_relative_to("data/toy") for _, value in given):
         way_out = "`megatron-rl toy` makes the toy's data"
-    else:
-        way_out = "bring it there, or name another file"
     for key, value in given:
         if not all(file.is_file() for file in data_files(key, Path(value))):
             yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {way_out}")
@@ -103,11 +101,10 @@ def absent_servers(sampler: schema.SamplerSection) -> Iterator[Absent]:
 def unnamed_data(
     data: schema.DataSection, eval: schema.EvalSection, sets: Sequence[HeldOut]
 ) -> Iterator[str]:
-    for key, needed in (("train", True), ("eval", eval.every > 0 and not eval.sets)):
-        if needed and not getattr(data, key):
-            yield f"data.{key}: not set; name a .jsonl or .parquet file" + (
-                ", or set eval.every=0" if key == "eval" else ""
-            )
+    if not data.train:
+        yield "data.train: not set; name a .jsonl or .parquet file"
+    if eval.every > 0 and not sets:
+        yield "data.eval: not set; name a .jsonl or .parquet file, or set eval.every=0"
     for one in sets:
         if not one.path:
             yield f"{one.key}: null, and there is no data.eval; name a .jsonl or .parquet file"
@@ -127,12 +124,22 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
 
 
+def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """Differences between config.json and weights, of a checkpoint or a Hugging Face folder."""
+    if is_checkpoint(folder):
+        return torch_dist_index.misfits(folder, shape)
+    return weight_files.misfits(folder, shape)
+
+
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
+    """Stored weights against config.json, where a run begins with them."""
     folder = Path(model.path)
-    if model.init == schema.ModelInit.pretrained and list(folder.glob("*.safetensors")):
-        yield from (f"model.path: {each}" for each in weight_files.misfits(folder, shape))
-    elif model.init == schema.ModelInit.pretrained and is_checkpoint(folder):
-        yield from (f"model.path: {each}" for each in torch_dist_index.misfits(folder, shape))
+    if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
+        yield from (f"model.path: {each}" for each in misfits(folder, shape))
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or is_checkpoint(folder)
 
 
 def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
@@ -149,10 +156,8 @@ def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
         return
     vocab = tokenizer.model.vocab
     if isinstance(vocab, list):
-        ids = {str(piece): number for number, piece in enumerate(vocab)}
-    else:
-        ids = vocab
-    ids = ids | {token.content: token.id for token in tokenizer.added_tokens}
+        vocab = {str(piece): number for number, piece in enumerate(vocab)}
+    ids = vocab | {token.content: token.id for token in tokenizer.added_tokens}
     beyond = {name: number for name, number in ids.items() if not 0 <= number < shape.vocab}
     if beyond:
         name, number = min(beyond.items(), key=lambda item: item[1])
@@ -177,16 +182,12 @@ def end_of_text(
                 found[name] = read_json(model.folder / name)
             except ValueError as error:
                 yield f"model.path: {error}"
+    found.pop("tokenizer_config.json", None)  # that it can be read is enough
     for name, content in found.items():
-        if name != "tokenizer_config.json":
-            given = content.get("eos_token_id")
-        else:
-            given = None
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        wrong = [
-            number for number in ids if not (type(number) is int and 0 <= number < shape.vocab)
-        ]
-        if wrong or given == []:
+        given = content.get("eos_token_id")
+        ids = given if isinstance(given, list) else [given]
+        known = [type(number) is int and 0 <= number < shape.vocab for number in ids]
+        if given is not None and not (known and all(known)):
             yield (
                 f"model.path: eos_token_id of {model.folder / name} is {given!r}, expected ids "
                 f"from 0 to {shape.vocab - 1}; take it from the model's authors"

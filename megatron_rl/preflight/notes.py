@@ -4,10 +4,9 @@ run writes to disk.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import schema
 from megatron_rl.config.plain_yaml import CONF, read_yaml
@@ -48,10 +47,9 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
         read.remove("clip_low")
     if odd := {key: getattr(loss, key) for key in read if not least <= getattr(loss, key) <= most}:
         said = ", ".join(f"loss.{key}={clip:g}" for key, clip in odd.items())
+        follows = "nearly all is clipped"
         if max(odd.values()) > most:
             follows = "next to nothing is clipped"
-        else:
-            follows = "nearly all is clipped"
         usual = f"usual with it is {least:g} to {most:g}{_preset(loss.name)}"
         yield f"{said} with loss.name={loss.name}: {follows}; {usual}"
 
@@ -148,7 +146,7 @@ class Writes:
         )
 
 
-def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config) -> Writes:
+def writes(shape: ModelShape, config: schema.Config) -> Writes:
     run = config.run
     rollout = config.rollout
     checkpoint = config.checkpoint
@@ -167,28 +165,22 @@ def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Confi
     )
 
 
-def free(root: str) -> int | None:
-    """Free bytes on the disk of the run's directory; None where that cannot be known."""
-    place = next(
-        (folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None
-    )
-    try:
-        if place:
-            return shutil.disk_usage(place).free
-        return None
-    except OSError:
-        return None
+def free(root: str) -> int:
+    """Free bytes on the disk of the run's directory, which may be still to be made."""
+    folder = Path(root).absolute()
+    place = next(each for each in (folder, *folder.parents) if each.is_dir())
+    return shutil.disk_usage(place).free
 
 
-def short_disk(
-    shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config, elsewhere: bool
-) -> Iterator[str]:
+def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Iterator[str]:
     """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not
     fit.
     """
-    wanted = writes(shape, hf_config, config)
-    room = None if elsewhere else free(config.run.root)
-    if room is not None and room < wanted.total:
+    if elsewhere:
+        return
+    wanted = writes(shape, config)
+    room = free(config.run.root)
+    if room < wanted.total:
         yield (
             f"run.root={config.run.root} has {_gib(room)} free, and the run writes {wanted}. Free "
             "space, raise log.record_every, or lower checkpoint.keep_last"

@@ -66,12 +66,10 @@ class Roles:
 def roles(layout: Layout, sampler: schema.SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     started = own_engines(sampler)
-    width = per_node or layout.world + started * sampler.tensor_parallel
-    beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
-    if per_node:
-        local = tuple(sorted(gpus_of_engines(sampler)))
-    else:
-        local = tuple(beside)
+    total = layout.world + started * sampler.tensor_parallel
+    width = per_node or total
+    beside = range(layout.world, total)
+    local = tuple(sorted(gpus_of_engines(sampler)) if per_node else beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
     return Roles(
         layout.world,
@@ -90,23 +88,22 @@ def ranks(
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world = Layout.from_config(learner).world
     there = machine.nodes * machine.gpus
+    if not there:
+        return
     servers = sampler.engines * sampler.tensor_parallel if sampler.dedicated_nodes else 0
-    if there and servers and sampler.tensor_parallel > machine.gpus:
+    if servers and sampler.tensor_parallel > machine.gpus:
         one = f"sampler.tensor_parallel: {sampler.tensor_parallel}, but a server has the GPUs of one node"
         yield f"{one}, and a node has {machine.gpus}; lower it"
-    if there and servers and world + servers > there:
+    if servers and world + servers > there:
         yield (
             f"sampler.engines: {sampler.engines} of {sampler.tensor_parallel} GPU(s) "
             f"each beside {world} ranks of the learner are {world + servers} GPUs, but {machine} "
             f"has {there}; lower one of them"
         )
-    elif there and world > there:
+    elif world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
-        sizes += (
-            f" x context_parallel {learner.context_parallel}"
-            if learner.context_parallel > 1
-            else ""
-        )
+        if learner.context_parallel > 1:
+            sizes += f" x context_parallel {learner.context_parallel}"
         yield (
             f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU "
             f"each, but {machine} has {there}; lower one of them, or set run.device=cpu"
@@ -117,26 +114,22 @@ def engine_gpus(
     machine: Machine, sampler: schema.SamplerSection, learner: schema.LearnerSection
 ) -> Iterator[str]:
     """GPUs that are there, and that the learner leaves to the engines."""
-    engines = gpus_of_engines(sampler)
-    if machine.kind == schema.Device.cpu or not machine.gpus or not engines:
+    if machine.kind == schema.Device.cpu or not machine.gpus:
         return
-    beyond = [number for number in sorted(engines) if number >= machine.gpus]
-    if beyond:
+    found = roles(Layout.from_config(learner), sampler, machine.gpus)
+    if beyond := [number for number in found.local if number >= machine.gpus]:
         yield (
             f"sampler.devices: {','.join(map(str, beyond))} of the engine's GPUs, but a node has 0 "
             f"to {machine.gpus - 1} ({machine}); name others, or lower "
             f"sampler.tensor_parallel={sampler.tensor_parallel}"
         )
-    # ranks take the first GPUs of their host
-    local = min(Layout.from_config(learner).world, machine.gpus)
-    shared = sorted(engines & set(range(local)))
     if (
-        shared
+        found.shared
         and sampler.sleep == schema.Sleep.none
         and sampler.vllm.get("gpu_memory_utilization") is None
     ):
         yield (
-            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, shared))}, "
+            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, found.shared))}, "
             "and by itself vLLM takes nearly all memory; name other GPUs, or set "
             "sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
         )
@@ -169,6 +162,7 @@ def host_memory(
 
 
 def reach(sampler: schema.SamplerSection, sync: schema.SyncSection) -> Iterator[str]:
+    """A sync folder that servers on other machines cannot read."""
     elsewhere = distant(sampler)
     if sampler.dedicated_nodes and not elsewhere:
         elsewhere = ["a server on another node"]

@@ -24,15 +24,8 @@ def problems(
     """Every reason why these sizes do not go together; empty when they do."""
     shape = model.shape
     layout = model.layout
-    tp = "learner.tensor_parallel"
-    expert_tp = "learner.megatron.expert_tensor_parallel_size"
     blocks = [*_block_shares(shape, format, ignore, expert=False)]
-    if shape.experts:
-        expert_blocks = [*_block_shares(shape, format, ignore, expert=True)]
-    else:
-        expert_blocks = []
-    dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
-    widths = ({shape.ffn} if dense else set()) | ({shape.expert_ffn} if shape.experts else set())
+    expert_blocks = [*_block_shares(shape, format, ignore, expert=True)]
     heads: list[Condition] = [
         _divides(shape.heads, f"{shape.heads} attention heads"),
         (
@@ -40,24 +33,22 @@ def problems(
             f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
         ),
     ]
-    if dense:
-        width = [_divides(shape.ffn, f"the intermediate size {shape.ffn}")]
-    else:
-        width = []
-    found = _report(
-        tp,
-        layout.tp,
-        shape.heads,
-        [*heads, *width, *_whole_blocks(blocks, layout.tp)],
-    )
+    widths: list[int] = []
+    conditions = list(heads)
+    if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)):
+        widths.append(shape.ffn)
+        conditions.append(_divides(shape.ffn, f"the intermediate size {shape.ffn}"))
+    conditions += _whole_blocks(blocks, layout.tp)
+    found = _report("learner.tensor_parallel", layout.tp, shape.heads, conditions)
     if shape.experts:
-        expert_width = [_divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")]
-    else:
-        expert_width = []
-    conditions = [*expert_width, *_whole_blocks(expert_blocks, layout.expert_tp)]
-    key = tp if layout.etp is None else expert_tp
-    found += _report(key, layout.expert_tp, max(shape.expert_ffn, 1), conditions)
-    sizes = [_divides(width, f"the intermediate size {width}") for width in sorted(widths)]
+        widths.append(shape.expert_ffn)
+        width = _divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")
+        key = "learner.tensor_parallel"
+        if layout.etp is not None:
+            key = "learner.megatron.expert_tensor_parallel_size"
+        conditions = [width, *_whole_blocks(expert_blocks, layout.expert_tp)]
+        found += _report(key, layout.expert_tp, shape.expert_ffn, conditions)
+    sizes = [_divides(width, f"the intermediate size {width}") for width in sorted(set(widths))]
     # heads beyond the number of key-value heads hold copies of them
     copied = dict.fromkeys(("k_proj", "v_proj"), shape.kv_heads)
     conditions = [*heads, *sizes, *_whole_blocks([*blocks, *expert_blocks], sampler_tp, copied)]
@@ -100,10 +91,9 @@ def _report(key: str, value: int, largest: int, conditions: Sequence[Condition])
         next((each for each in good if each > value), 0),
     )
     values = " or ".join(map(str, filter(None, near)))
+    advice = "no value is valid with the other settings"
     if values:
         advice = f"nearest valid: {values}"
-    else:
-        advice = "no value is valid with the other settings"
     return [f"{key}={value} {complaint} ({advice})" for complaint in wrong]
 
 
@@ -114,6 +104,7 @@ def _divides(total: int, what: str) -> Condition:
 def _whole_blocks(
     blocks: Iterable[tuple[str, int]], value: int, most: Mapping[str, int] = {}
 ) -> Iterator[Condition]:
+    """Conditions that shares of these weights hold whole blocks of scales."""
     for name, total in blocks:
         problem = f"cuts 128x128 blocks of {name}: {total} / {value} is not a multiple of {BLOCK}"
         yield partial(_is_whole, total, most.get(name, LARGEST)), problem
@@ -133,21 +124,17 @@ def _block_shares(
     if format != Format.fp8_block:
         return
     found: dict[str, int] = {}
-    kinds = ("dense_mlp", "moe")
-    layers = [
-        next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None)
-        for kind in kinds
-    ]
     for param in params(shape):
-        if param.layer not in {*layers} - {None} or param.expert or param.row.expert is not expert:
+        if param.expert or param.row.expert is not expert or param.row.split is Split.replicated:
             continue
-        for name, size in param.sizes.items() if param.row.split is not Split.replicated else ():
+        for name, size in param.sizes.items():
             if is_quantized(name, format, ignore):
                 found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
     yield from found.items()
 
 
 def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
+    """Layers that do not divide over stages, or over the chunks of a stage."""
     try:
         layout.stage_layers(shape.layers)
         return []

@@ -10,6 +10,7 @@ from preloaded import said
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import SHARE, Memory, largest_share
 from megatron_rl.workshop.planner.plan import plan
 
@@ -34,7 +35,7 @@ print(json.dumps([answer(*case) for case in json.loads(sys.argv[1])]))
 
 def engine_alone(recipe: str, overrides: list[str]) -> Memory:
     config = load(ROOT / "recipes" / recipe, overrides)
-    made = plan(config, read_card(config.model.path), named("1x8xH100-80"))
+    made = plan(Case(config, read_card(config.model.path), named("1x8xH100-80")))
     return next(one for one in made.memory if one.kind == "engine")
 
 

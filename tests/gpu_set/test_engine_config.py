@@ -24,6 +24,7 @@ from megatron_rl.sampler.engine_settings import (
     engine_arguments,
     write_engine_folder,
 )
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import SHARE, largest_share
 from megatron_rl.workshop.planner.plan import plan
 
@@ -114,7 +115,7 @@ def test_an_engine_starts_alone_with_the_share_that_the_plan_finds(
     """
     config = load(recipe)
     where = f"1x{named(str(cluster(recipe)[1])).gpus}xH100-80"
-    found = plan(config, read_card(config.model.path), named(where)).memory
+    found = plan(Case(config, read_card(config.model.path), named(where))).memory
     (memory,) = [one for one in found if one.kind == "learner and engine"]
     share = largest_share(memory)
     assert share is not None

@@ -86,12 +86,11 @@ def test_a_disk_that_is_short(
 
 
 def test_what_a_large_run_writes() -> None:
-    card = read_card("Qwen3-8B")
-    shape = ModelShape.from_hf(card)
+    shape = ModelShape.from_hf(read_card("Qwen3-8B"))
 
     def writes(checkpoint: dict, log: dict) -> advice.Writes:
         config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
-        return advice.writes(shape, card, config)
+        return advice.writes(shape, config)
 
     found = writes({}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)

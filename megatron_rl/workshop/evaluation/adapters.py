@@ -35,10 +35,6 @@ class Adapters:
     alphas: Mapping[str, float]  # of the weights that have one
     get: Get
 
-    def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = names_of(name)
-        return self.get(a), self.get(b)
-
 
 def _linear(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights that `lora` adapts."""
@@ -66,7 +62,8 @@ def alone(path: Path) -> bool:
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     """Adapters of a torch_dist checkpoint (with its run's `lora`) or PEFT folder; else None."""
     if is_peft(path):
-        return _of_peft(path, shape)
+        alphas, stored = read_folder(path, _linear(shape, Lora(1, 1.0, (ALL_LINEAR,))))
+        return Adapters(alphas, lambda name: read_stored(name, stored[name]).float())
     if not alone(path):
         return None
     if lora is None:
@@ -78,11 +75,6 @@ def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     return Adapters(dict.fromkeys(_linear(shape, lora), lora.alpha), get)
 
 
-def _of_peft(path: Path, shape: ModelShape) -> Adapters:
-    alphas, stored = read_folder(path, _linear(shape, Lora(1, 1.0, (ALL_LINEAR,))))
-    return Adapters(alphas, lambda name: read_stored(name, stored[name]).float())
-
-
 def merged(base: HfFolder, held: Adapters) -> Get:
     """`get_hf` over the model with merged adapters, as in the run's sampler; keeps dtypes."""
 
@@ -90,16 +82,11 @@ def merged(base: HfFolder, held: Adapters) -> Get:
         weight = base.read(name)
         if name not in held.alphas:
             return weight
-        a, b = held.pair(name)
+        a, b = map(held.get, names_of(name))
         narrow = weight.to(a.dtype)  # as the learner held it
         rows = [torch.arange(len(weight))]
-        return merge(
-            narrow,
-            a,
-            b,
-            rows,
-            held.alphas[name] / len(a),
-        ).to(weight.dtype)
+        scale = held.alphas[name] / len(a)
+        return merge(narrow, a, b, rows, scale).to(weight.dtype)
 
     return get
 

@@ -26,6 +26,7 @@ from megatron_rl.environments.session import (
     TemplateRefuses,
 )
 from megatron_rl.environments.templates import parser_of, problems
+from megatron_rl.preflight.checks import refuse
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams
@@ -62,11 +63,11 @@ class Chat:
 
     def answer(self, text: str) -> str:
         """Answer a text; a conversation that has become too long loses its beginning."""
+        most = self.config.rollout.max_prompt_tokens
         self.messages.append({"role": "user", "content": text})
-        while len(ids := self._encoded(text)) > self.config.rollout.max_prompt_tokens:
+        while len(ids := self._encoded(text)) > most:
             if not self.talks or len(self.messages) == 1:
                 self.messages.pop()
-                most = self.config.rollout.max_prompt_tokens
                 raise Unanswered(
                     f"this has {len(ids)} tokens, the engine takes {most}: raise "
                     "rollout.max_prompt_tokens"
@@ -75,13 +76,7 @@ class Chat:
         self.turns += 1
         prompt = Prompt(self.turns, tuple(ids), text, {})
         params = sampling(self.config, self.tokenizer)
-        (rollout,) = self.sampler.generate(
-            [prompt],
-            params,
-            seed=self.turns,
-            first_group=0,
-            step=0,
-        )
+        (rollout,) = self.sampler.generate([prompt], params, seed=self.turns, first_group=0, step=0)
         (said,) = self.tokenizer.decode([rollout.token_ids])
         self.messages.append({"role": "assistant", "content": said})
         return said
@@ -129,10 +124,8 @@ def _environment(
             )
             yield None
             return
-        if found := list(
-            problems(section, folder, config.data.template or {}, pool.about.tools, agent=False)
-        ):
-            raise ConfigError("\n".join(found))
+        template = config.data.template or {}
+        refuse(problems(section, folder, template, pool.about.tools, agent=False))
         yield pool
 
 
@@ -149,7 +142,8 @@ class ToolChat:
     talks = True
 
     def __post_init__(self) -> None:
-        config, params = self.config, sampling(self.config, self.tokenizer)
+        config = self.config
+        params = sampling(config, self.tokenizer)
         self._rules = Rules(
             config.environment,
             params.max_tokens,
@@ -168,8 +162,10 @@ class ToolChat:
         return self._loop.call(self._answer(text))
 
     async def _answer(self, text: str) -> str:
-        session = self._session or await self._begun(text)
-        if self._session is not None:
+        session = self._session
+        if session is None:
+            session = await self._begun(text)
+        else:
             session.messages.append({"role": "user", "content": text})
         self._session = None  # unless it can go on
         for _ in range(self._rules.section.turns):
@@ -187,8 +183,7 @@ class ToolChat:
                 raise Unanswered(f"environment.name: {error}; {AGAIN}") from None
             if not more:
                 self._session = session
-                cut = answered.completion.finish_reason == "length"
-                if cut:
+                if answered.completion.finish_reason == "length":
                     return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]"
                 return said
             if not calls:

@@ -18,7 +18,7 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
 from megatron_rl.environments import sessions
-from megatron_rl.evaluation import Evaluator
+from megatron_rl.evaluation import Evaluator, Generates
 from megatron_rl.files import write_whole
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
@@ -75,12 +75,9 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
             opened.append((one, found, Scorer(one.reward, pool, tokenizer)))
         folder.mkdir(parents=True, exist_ok=True)
         sampler = stack.enter_context(served(config, stored, note, folder))
-        with_tools = config.environment.name is not None
-        answers = (
-            stack.enter_context(sessions.opened(config, tokenizer, sampler))
-            if with_tools
-            else sampler
-        )
+        answers: Generates = sampler
+        if config.environment.name is not None:
+            answers = stack.enter_context(sessions.opened(config, tokenizer, sampler))
         rows = []
         metrics = dict[str, float]()
         for one, found, scorer in opened:
@@ -136,9 +133,16 @@ def _row(one: HeldOut, metrics: dict[str, float]) -> tuple[str, ...]:
         return f"{found:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
     k = one.samples
-    estimates = (value("accuracy"), value(f"pass@{k}"), value(f"maj@{k}"))
-    lengths = (value("response_tokens_mean", ".0f"), value("truncated_fraction", ".1%"))
-    return (_name(one), value("n", ".0f"), str(k), *estimates, *lengths)
+    return (
+        _name(one),
+        value("n", ".0f"),
+        str(k),
+        value("accuracy"),
+        value(f"pass@{k}"),
+        value(f"maj@{k}"),
+        value("response_tokens_mean", ".0f"),
+        value("truncated_fraction", ".1%"),
+    )
 
 
 def _progress(one: HeldOut, evaluator: Evaluator) -> Callable[[int], None]:

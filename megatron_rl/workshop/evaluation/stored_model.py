@@ -39,10 +39,8 @@ class StoredModel:
     weights: Path  # a Hugging Face folder, which is then the same, or a torch_dist checkpoint
     label: str  # for file names
     note: str = ""  # what is not obvious about it
-    lora: Lora | None = (
-        # of its run: the weights may be adapters alone, the model that they change is `folder`
-        None
-    )
+    # of its run: the weights may be adapters alone, the model that they change is `folder`
+    lora: Lora | None = None
 
     @property
     def base(self) -> Path:
@@ -77,14 +75,12 @@ def _found(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
         )
     if RunDir(path).config.is_file():
         return _of_run(path, config, hf)
-    if is_checkpoint(path / checkpoints.POLICY):  # a run's runs/NAME/checkpoints/step_N
-        return StoredModel(
-            _companions(path, config, hf), path / checkpoints.POLICY, f"{_of(path)}{path.name}"
-        )
-    if is_checkpoint(path):
-        kept = hf or (path / KEPT if (path / KEPT / "config.json").is_file() else None)
-        return StoredModel(_companions(path, config, kept), path, path.name)
-    if is_peft(path):
+    policy = path / checkpoints.POLICY
+    if is_checkpoint(policy):  # a run's runs/NAME/checkpoints/step_N
+        return StoredModel(_companions(path, config, hf), policy, f"{_of(path)}{path.name}")
+    if is_checkpoint(path) and (path / KEPT / "config.json").is_file():
+        hf = hf or path / KEPT
+    if is_checkpoint(path) or is_peft(path):
         return StoredModel(_companions(path, config, hf), path, path.name)
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -98,17 +94,13 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     model = RunDir(path).model
     root = RunDir(path).checkpoints
     if (model / "config.json").is_file():
-        written = {
-            step: checkpoints.path_of(root, step).stat().st_mtime
-            for step in checkpoints.steps(root)
-        }
-        newer = [step for step, moment in written.items() if moment > model.stat().st_mtime]
-        if newer:
-            note = (
-                f"{model} is older than the checkpoint of step {newer[0]}, which can be named too"
-            )
-        else:
-            note = ""
+        note = ""
+        for step in checkpoints.steps(root):
+            if checkpoints.path_of(root, step).stat().st_mtime > model.stat().st_mtime:
+                note = (
+                    f"{model} is older than the checkpoint of step {step}, which can be named too"
+                )
+                break
         return StoredModel(model, model, path.name, note)
     newest = next(checkpoints.whole_ones(root, lambda line: None), None)
     if newest is None:
@@ -129,10 +121,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
 def _companions(path: Path, config: Config | None, hf: Path | None) -> Path:
     folder = hf or (config.model.folder if config else None)
     if folder is None or not (folder / "config.json").is_file():
-        if folder:
-            where = f"{folder} has none"
-        else:
-            where = "nobody says where they are"
+        where = f"{folder} has none" if folder else "nobody says where they are"
         raise ConfigError(
             f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf "
             "FOLDER"
@@ -154,10 +143,8 @@ class StoredWeights:
             self.model = Model.of(read_hf_config(stored.folder, key="MODEL"), Layout())
         except ValueError as error:
             raise ConfigError(f"{stored.folder}: {error}") from None
-        whole = stored.weights == stored.folder
-        if whole:
-            self._adapters = None
-        else:
+        self._adapters = None
+        if stored.weights != stored.folder:
             self._adapters = read(stored.weights, self.model.shape, stored.lora)
         self.groups = ShardGroups()
 
@@ -172,12 +159,11 @@ class StoredWeights:
 
     def _getter(self) -> Callable[[str], torch.Tensor]:
         stored = self._stored
-        shape = self.model.shape
         if stored.weights == stored.folder:
             return HfFolder(stored.weights).get
         if self._adapters is not None:
             return merged(HfFolder(stored.folder), self._adapters)
-        return torch_dist.getter(torch_dist.Reader(stored.weights), shape)
+        return torch_dist.getter(torch_dist.Reader(stored.weights), self.model.shape)
 
     def take_activation_amax(self) -> torch.Tensor:
         raise NotImplementedError("smoothing is measured by a learner")
@@ -224,10 +210,8 @@ def settings(
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    context = int(
-        read_hf_config(folder, key="MODEL").get("max_position_embeddings")
-        or PROMPT_TOKENS + ANSWER_TOKENS
-    )
+    given = read_hf_config(folder, key="MODEL").get("max_position_embeddings")
+    context = int(given or PROMPT_TOKENS + ANSWER_TOKENS)
     prompt = min(PROMPT_TOKENS, context // 4)
     return {
         "max_prompt_tokens": prompt,

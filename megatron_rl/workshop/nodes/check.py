@@ -185,13 +185,12 @@ class Meeting:
         self, folders: Mapping[str, Path], wanted: Mapping[str, int], gib: float
     ) -> list[Problem]:
         """Do this node's part of the check, and return the problems of all."""
-        if self.leads:
-            mark = f".nodes-{secrets.token_hex(8)}"
-            problems = self._folder_problems(folders, mark)
-            self._store.set("mark", mark)
-        else:
+        mark = f".nodes-{secrets.token_hex(8)}"
+        if not self.leads:
             mark = self._store.get("mark").decode()
-            problems = self._folder_problems(folders, mark)
+        problems = self._folder_problems(folders, mark)
+        if self.leads:
+            self._store.set("mark", mark)
         state = State(versions(), gpus(), problems)
         heard = self._exchange("state", msgspec.json.encode(state).decode(), ARRIVE_S)
         if self.leads:

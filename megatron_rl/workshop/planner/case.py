@@ -87,10 +87,6 @@ class Workload:
     def open_of(self, engines: int) -> int:
         return -(-self.open // engines)
 
-    def held(self, engines: int) -> int:
-        """Tokens that what is open of an engine has come to, on average."""
-        return int(self.open_of(engines) * self.halfway)
-
     @property
     def halfway(self) -> float:
         """Tokens of a sequence that is under way, on average."""
@@ -151,21 +147,19 @@ def keeps_prefixes(section: SamplerSection) -> bool:
 
 @dataclass(frozen=True)
 class Case:
+    """Recipe, model and machine of a plan; all else is computed from them once."""
+
     config: Config
     hf_config: Mapping[str, Any]
     machine: Machine
-    assumed: Assumptions
+    assumed: Assumptions = Assumptions()
 
     @cached_property
     def model(self) -> Model:
         learner = self.config.learner
+        layout = Layout.from_config(learner)
         head = self.config.model.head_precision
-        return Model.of(
-            self.hf_config,
-            Layout.from_config(learner),
-            head,
-            Lora.of(learner.lora),
-        )
+        return Model.of(self.hf_config, layout, head, Lora.of(learner.lora))
 
     @cached_property
     def roles(self) -> Roles:
@@ -196,11 +190,9 @@ class Case:
         work = self.work
         layout = self.model.layout
         of_replica = work.tokens / work.updates / layout.dp
-        count = max(
-            -(-int(of_replica) // max(self.config.learner.tokens_per_microbatch, int(work.length))),
-            1,
-        )
-        return max(count, min(2 * layout.pp, max(work.sequences // work.updates // layout.dp, 1)))
+        tokens = max(self.config.learner.tokens_per_microbatch, int(work.length))
+        rows = work.sequences // work.updates // layout.dp
+        return max(-(-int(of_replica) // tokens), min(2 * layout.pp, max(rows, 1)))
 
     @property
     def host(self) -> bool:
@@ -242,15 +234,7 @@ class Case:
         """The learner's memory by pipeline stage."""
         reference = bool(self.config.loss.kl_coef) and self.model.shape.lora is None
         return [
-            of_stage(
-                self.model,
-                self.config.learner,
-                stage,
-                pack,
-                packs,
-                host=self.host,
-                reference=reference,
-            )
+            of_stage(self.model, self.training, stage, pack, packs, reference)
             for stage in range(self.model.layout.pp)
         ]
 

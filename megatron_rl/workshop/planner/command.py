@@ -9,7 +9,7 @@ A model's config.json in place of a recipe stands for its sync alone; with --on,
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_rl.preflight.machine import NoGpu, detect, named, own
 from megatron_rl.preflight.sizes import size_problems
 from megatron_rl.workshop.planner import precision, slurm, suggest, table
 from megatron_rl.workshop.planner.case import Assumptions, Case
-from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.traffic import Traffic
 
 
@@ -51,40 +51,35 @@ def answer(request: Request) -> tuple[str, list[str]]:
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
     machine = named(on) if on else None
-    problems = [*found, *_mistakes(request)]
-    if hf_config is None or problems:
-        return "", _together(problems, checks.problems(config, on=machine) if whole else [])
+    problems = checks.problems(config, on=machine) if whole else []
+    wrong = [*found, *_mistakes(request)]
+    if hf_config is None or wrong:
+        return "", list(dict.fromkeys([*wrong, *problems]))
+    case = None
     if whole or machine or request.suggest or request.precision:
         case = Case(config, hf_config, machine or detect(config.run.device), assumed)
         if request.suggest:
             said, fits = suggest.describe(str(request.target), case)
             return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
-    else:
-        case = None
-    sizes = _size_problems(config, hf_config)
-    if case and request.precision and not sizes:
+    if sizes := _size_problems(config, hf_config):
+        return "", list(dict.fromkeys([*sizes, *problems]))
+    if case and request.precision:
         return _precision(case, request.as_json), []
-    problems = _together(sizes, checks.problems(config, on=machine) if whole else [])
-    if sizes:
-        return "", problems
-    made = plan_case(case) if case else None
-    problems += made.problems if made else ()
-    if request.sbatch and made:
-        return slurm.sbatch(request.target, request.overrides, config, made), problems
     sync = Traffic(config, hf_config, request.replicas)
+    about: dict[str, Any] = {"model": config.model.path}
+    texts = [sync.describe(request.link_gbs)]
+    if case:
+        made = plan(case)
+        problems += made.problems
+        if request.sbatch:
+            return slurm.sbatch(request.target, request.overrides, made), problems
+        about |= as_json(made)
+        edits = list(changes(request.target, request.overrides)) if whole else []
+        texts.insert(0, table.describe(made, edits))
     if request.as_json:
-        about = {"model": config.model.path, **(as_json(made) if made else {})}
         about |= {"sync": sync.numbers(), "problems": problems}
         return json.dumps(about, indent=2), problems
-    texts = [sync.describe(request.link_gbs)]
-    if made:
-        edits = list(changes(request.target, request.overrides)) if whole else []
-        texts.insert(0, table.describe(config, made, edits))
     return "\n\n".join(texts), problems
-
-
-def _together(*problems: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(line for each in problems for line in each))
 
 
 def _mistakes(request: Request) -> Iterator[str]:
@@ -109,7 +104,8 @@ def _precision(case: Case, as_json: bool) -> str:
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
-    known = {one.name: one.default for one in fields(Assumptions)}
+    """Parse the values of --assume; a name that is not known is refused."""
+    known = vars(Assumptions())
     values = {}
     for word in given:
         name, _, value = word.partition("=")
@@ -127,12 +123,21 @@ def assumptions(given: Sequence[str]) -> Assumptions:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
+    """The JSON of a plan, without its sync."""
+    case = made.case
+    roles = {name: getattr(case.roles, name) for name in ("gpus", "nodes", "kinds")}
     about: dict[str, Any] = {
         "verdict": made.verdict,
         **asdict(made),
-        "machine": str(made.machine),
+        "machine": str(case.machine),
+        "layout": asdict(case.model.layout),
+        "roles": asdict(case.roles) | roles,
+        "work": asdict(case.work),
+        "packs": case.packs,
+        "recomputed": case.recomputed,
+        "assumed": asdict(case.assumed),
     }
-    about["roles"] |= {name: getattr(made.roles, name) for name in ("gpus", "nodes", "kinds")}
+    del about["case"]
     told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
     about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]
     about["time"] = made.time and {**asdict(made.time), "step": made.time.step}
@@ -149,7 +154,7 @@ def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, b
         return config, [], read_hf_config(target), False
     config, found = read(target, request.overrides)
     try:
-        return config, found, read_card(str(config.model.folder)), True
+        return config, found, read_card(config.model.folder), True
     except ConfigError as error:
         return config, [*found, *([str(error)] if config.model.path else [])], None, True
 

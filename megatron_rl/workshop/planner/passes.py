@@ -7,7 +7,6 @@ read, and its gradient written and read. The GPU waits where its kernels take le
 CPU needs to launch them (`launch_us` each).
 """
 
-from dataclasses import dataclass
 from math import ceil
 
 from megatron_rl.config.schema import Precision
@@ -16,7 +15,7 @@ from megatron_rl.learner.modules.costs import operations
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory import activations
 from megatron_rl.workshop.planner.memory.activations import Pack
-from megatron_rl.workshop.planner.memory.learner import BF16, chosen, held
+from megatron_rl.workshop.planner.memory.learner import BF16, held
 
 TERA = 1e12
 GIGA = 1e9
@@ -28,27 +27,21 @@ BACKWARD = 3
 SUMMED = 12
 
 
-@dataclass(frozen=True)
-class LogitKernels:
-    """Work on logits beside their products."""
-
-    forward: float  # bytes moved for each logit
-    backward: float
-    launches: float  # kernels for each chunk of columns, forward and backward
+# of fused kernels, bytes moved for each logit: one reads them for their statistics, one reads them
+# and writes their gradient
+LOGIT_FORWARD = 2
+LOGIT_BACKWARD = 4
+LOGIT_KERNELS = 6  # for each chunk of columns, forward and backward
 
 
-# one that reads logits for their statistics, one that reads them and writes their gradient
-FUSED = LogitKernels(forward=2, backward=4, launches=6)
-
-
-def seconds(case: Case, passes: int, again: float = 0.0, logits: LogitKernels = FUSED) -> float:
+def seconds(case: Case, passes: int, again: float = 0.0) -> float:
     """Seconds of a pass over all tokens of a step.
 
     `passes`: 1 forward, 3 with backward, 2 with backward through frozen weights. `again`: share of
     the layers that are recomputed.
     """
     of_pack = _body(case, passes, again)
-    of_pack += _head(case, passes, logits) / case.model.layout.pp
+    of_pack += _head(case, passes) / case.model.layout.pp
     if passes > 1:
         trained = sum(held(case.model.shape, case.model.layout, 0).trained)
         of_pack += SUMMED * trained / _bandwidth(case)
@@ -85,14 +78,14 @@ def _body(case: Case, passes: int, again: float) -> float:
     products = sum(_product(case, pack.tokens, split / layout.tp, whole) for split, whole in sides)
     others = each.experts / assumed.experts + each.attention / assumed.attention
     others *= pack.tokens / layout.tp / shape.layers / (case.gpu.tflops * TERA)
-    kept = activations.kept(shape, chosen(case.model), layout, case.training, pack).layer
+    kept = activations.kept(case.model, case.training, pack).layer
     moved = kept * pack.tokens * (FORWARD * (1 + again) + BACKWARD * (passes > 1))
     busy = (products + others) * (passes + again) + moved / _bandwidth(case)
     launching = LAYER_KERNELS * (passes + again) * assumed.launch_us / 1e6
     return max(busy, launching) * shape.layers / layout.pp
 
 
-def _head(case: Case, passes: int, logits: LogitKernels) -> float:
+def _head(case: Case, passes: int) -> float:
     """Seconds of one pack's logits; backward makes again what is not held whole."""
     model = case.model
     width = case.training.width
@@ -102,10 +95,10 @@ def _head(case: Case, passes: int, logits: LogitKernels) -> float:
     chunks = ceil(columns / costs.logit_columns(ceil(rows), columns, width, wide))
     backward = passes > 1
     products = passes + (backward and chunks > 1)
-    moved = rows * columns * (logits.forward + logits.backward * backward)
+    moved = rows * columns * (LOGIT_FORWARD + LOGIT_BACKWARD * backward)
     busy = _product(case, rows, columns, model.shape.hidden) * products
     busy += moved / _bandwidth(case)
-    return max(busy, chunks * logits.launches * case.assumed.launch_us / 1e6)
+    return max(busy, chunks * LOGIT_KERNELS * case.assumed.launch_us / 1e6)
 
 
 def _product(case: Case, rows: float, columns: float, inner: float) -> float:

@@ -18,7 +18,7 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.roles import RANK_GIB
-from megatron_rl.workshop.planner.case import Assumptions, Case
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory.engine import COMMUNICATOR, CONTEXT, GIB
 from megatron_rl.workshop.planner.memory.learner import BF16
 
@@ -71,11 +71,11 @@ class Memory:
 
     @property
     def verdict(self) -> str:
-        if self.limit is None or self.margin is None:
+        if self.limit is None:
             return "not known"
-        if self.margin < 0:
+        if self.peak > self.limit:
             return "does not fit"
-        if self.margin < TIGHT * self.limit:
+        if self.peak > (1 - TIGHT) * self.limit:
             return "tight"
         return "fits"
 
@@ -104,36 +104,27 @@ def _of_learner(case: Case) -> dict[str, dict[str, float]]:
         "reference policy": memory.reference,
         **({"process": RANK_GIB * GIB} if case.host else runtime),
     }
-    logits = memory.logits + memory.logit_gradient + memory.logit_chunks
-    at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
-    update = {
-        "activations": memory.activations + (memory.head if at_logits else 0.0),
-        "logits": logits if at_logits else 0.0,
-        "recomputed layers": 0.0 if at_logits else memory.recomputed + memory.gradients_of_layer,
-    }
+    if memory.head + memory.of_logits >= memory.of_layer:
+        update = {"activations": memory.activations + memory.head, "logits": memory.of_logits}
+    else:
+        update = {"activations": memory.activations, "recomputed layers": memory.of_layer}
     passing: dict[str, Mapping[str, float]] = {
-        "start": {},
-        "rollout": {},
         "prox": {"forward pass": memory.forward, "reference policy": memory.reference},
         "update": update,
         "sync": {"sync": BUCKETS + BF16 * _largest(model.shape)},
         "probe": {"forward pass": case.probe},
-        "save": {},
     }
     # the optimizer is elsewhere from an update to the next where it is offloaded
-    optimizer = (
-        ("gradients", "masters, moments")
-        if case.config.learner.offload is Offload.optimizer
-        else ()
-    )
-    aside = {part: nbytes for part, nbytes in held.items() if part not in optimizer}
-    found = {
-        moment: _together(held if moment in ("start", "update") else aside, passing[moment])
-        for moment in MOMENTS
-    }
-    if case.config.sampler.sleep == Sleep.none:
-        return found
-    return found | {"start": {}}
+    aside = dict(held)
+    if case.config.learner.offload is Offload.optimizer:
+        del aside["gradients"], aside["masters, moments"]
+    found = {}
+    for moment in MOMENTS:
+        stays = held if moment in ("start", "update") else aside
+        found[moment] = _together(stays, passing.get(moment, {}))
+    if case.config.sampler.sleep != Sleep.none:
+        found["start"] = {}
+    return found
 
 
 def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, float]:
@@ -147,12 +138,9 @@ def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[s
 
 def _communicators(layout: Layout) -> int:
     """Groups of ranks that talk over NCCL: the world, and each axis that is split."""
-    experts = (layout.ep > 1) + (layout.ep > 1 and layout.dp > 1)
-    return (
-        (layout.world > 1)
-        + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp))
-        + experts
-    )
+    experts = (layout.ep, min(layout.ep, layout.dp))
+    sizes = (layout.world, layout.tp, layout.pp, layout.cp, layout.dp, *experts)
+    return sum(size > 1 for size in sizes)
 
 
 @cache
@@ -171,10 +159,9 @@ def _of_engine(case: Case) -> dict[str, dict[str, float]]:
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
+    staged = {}
     if sync.transport != Transport.file:
         staged = {"engine: next weights": engine.weights}
-    else:
-        staged = {}
     if case.config.sampler.sleep == Sleep.none:
         return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
     asleep = {"engine: asleep": engine.asleep}
@@ -199,12 +186,10 @@ def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
 
 
 def for_machine(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    machine: Machine,
+    config: Config, hf_config: Mapping[str, Any], machine: Machine
 ) -> tuple[Config, str]:
     """Return the decided configuration, and a line about the decision; "" where there is none."""
-    case, said = decided(Case(config, hf_config, machine, Assumptions()))
+    case, said = decided(Case(config, hf_config, machine))
     return case.config, said
 
 

@@ -10,12 +10,11 @@ from typing import Any
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Offload, Router, Sleep, Transport
 from megatron_rl.learner.modules.limits import choices_bytes
-from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import PARAMETER
-from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
-from megatron_rl.workshop.planner.case import Assumptions, Case, Workload, keeps_prefixes
+from megatron_rl.preflight.roles import WORKER_GIB
+from megatron_rl.workshop.planner.case import Case, keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import GIB, utilization
 from megatron_rl.workshop.planner.phases import CACHE, Memory, decided, largest_share, planned
 from megatron_rl.workshop.planner.time import StepTime, step_time
@@ -35,21 +34,17 @@ class Cache:
 
 @dataclass(frozen=True)
 class Plan:
+    """Result of `plan`: what a case needs, and every reason against it."""
+
+    case: Case  # with every `auto` decided
     parameters: int
-    machine: Machine
-    layout: Layout
-    roles: Roles
     memory: tuple[Memory, ...]
     cache: Cache
-    work: Workload
-    packs: int  # micro-batches of an update, of one replica
-    recomputed: float  # the share of the layers that backward computes again
     time: StepTime | None  # None: the kind of GPU is not known
     gpu_hours: float | None
     kept_gib: float  # a checkpoint
     # bytes of the first node's own memory, by part; empty where it has no GPU
     host: Mapping[str, float]
-    assumed: Assumptions
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what costs, and is allowed
 
@@ -59,47 +54,31 @@ class Plan:
         return min((one.verdict for one in self.memory), key=order.index)
 
 
-def plan(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    machine: Machine,
-    assumed: Assumptions | None = None,
-) -> Plan:
-    return plan_case(Case(config, hf_config, machine, assumed or Assumptions()))
-
-
-def plan_case(case: Case) -> Plan:
+def plan(case: Case) -> Plan:
+    """Plan a case, with every `auto` of its recipe decided first."""
     case, said = decided(case)
     config = case.config
     machine = case.machine
-    found = case.roles
     work = case.work
     memory = planned(case)
     time = step_time(case) if machine.gpu is not None else None
-    count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * trained(case.model.shape)
     host = {} if case.host else of_first_node(case, kept)
     tokens = case.engine.tokens
     return Plan(
-        parameters=count,
-        machine=machine,
-        layout=case.model.layout,
-        roles=found,
+        case=case,
+        parameters=parameters(case.model.shape),
         memory=tuple(memory),
         cache=Cache(
-            tokens,
-            int(tokens / work.longest),
-            int(tokens / work.length),
-            max_sequences(config.sampler),
+            tokens=tokens,
+            at_limits=int(tokens / work.longest),
+            at_mean=int(tokens / work.length),
+            wanted=max_sequences(config.sampler),
         ),
-        work=work,
-        packs=case.packs,
-        recomputed=case.recomputed,
         time=time,
-        gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
+        gpu_hours=time.step * config.run.steps * case.roles.gpus / 3600 if time else None,
         kept_gib=kept / GIB,
         host=host,
-        assumed=case.assumed,
         problems=(*_too_much(case, memory), *_too_little(case), *_too_much_of_host(machine, host)),
         notes=(*filter(None, [said]), *_notes(case, memory)),
     )
@@ -109,13 +88,10 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
     """What is wrong with sampler.vllm.gpu_memory_utilization where GPUs are shared, before a sync
     finds it out.
     """
-    if (
-        not machine.gib
-        or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared
-    ):
+    case = Case(config, hf_config, machine)
+    if not machine.gib or not case.roles.shared:
         return []
-    made = plan(config, hf_config, machine)
-    return [line for line in made.problems if line.startswith(SHARE_KEY)]
+    return [line for line in plan(case).problems if line.startswith(SHARE_KEY)]
 
 
 def _share(case: Case, one: Memory) -> str | None:
@@ -128,11 +104,9 @@ def _share(case: Case, one: Memory) -> str | None:
     least = engine.weights + engine.runtime + case.work.longest * engine.token
     if given.get("kv_cache_memory_bytes") is not None or largest * one.limit < least:
         return None
-    beside = sum(n for part, n in one.at_peak.items() if not part.startswith("engine: "))
-    if beside:
+    keeps = "the rest is the engine's own, too"
+    if beside := sum(n for part, n in one.at_peak.items() if not part.startswith("engine: ")):
         keeps = f"the learner keeps {beside / GIB:.1f}"
-    else:
-        keeps = "the rest is the engine's own, too"
     return (
         f"{SHARE_KEY}: {given.get('gpu_memory_utilization') or 'null'}, so that an engine takes "
         f"{utilization(case.config.sampler):.0%} of {one.limit / GIB:.1f} GiB and "
@@ -142,14 +116,14 @@ def _share(case: Case, one: Memory) -> str | None:
 
 
 def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
+    """Kinds of GPUs whose memory the fullest phase exceeds."""
     for one in memory:
         if share := _share(case, one):
             yield share
-        elif one.margin is not None and one.margin < 0 and one.limit is not None:
+        elif one.limit is not None and one.peak > one.limit:
+            shares = ""
             if "learner" in one.kind:
                 shares = "learner.context_parallel shares long answers; "
-            else:
-                shares = ""
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, "
                 f"and has {one.limit / GIB:.1f}; the most of it: {largest_parts(one.at_peak)} GiB. {shares}"
@@ -164,6 +138,7 @@ def largest_parts(parts: Mapping[str, float]) -> str:
 
 
 def _too_little(case: Case) -> Iterator[str]:
+    """A cache that cannot hold one prompt with its response."""
     engine = case.engine
     longest = case.work.longest
     if case.limit is not None and engine.tokens < longest:
@@ -175,6 +150,7 @@ def _too_little(case: Case) -> Iterator[str]:
 
 
 def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
+    """Settings that cost time or GPUs, and are allowed."""
     machine = case.machine
     engine = case.engine
     work = case.work
@@ -187,7 +163,7 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
     wanted = min(max_sequences(case.config.sampler), -(-work.sequences // case.roles.engines))
     if machine.gib and engine.tokens / work.length < wanted / 2:
         yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
-    held = work.held(case.roles.engines)
+    held = int(work.open_of(case.roles.engines) * work.halfway)
     if (
         machine.gib
         and work.sessions
@@ -204,6 +180,7 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
 
 
 def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:
+    """CPU memory of the first node, where the machine names it."""
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
         yield (

@@ -31,6 +31,7 @@ class Row:
 
 
 def describe(base: Case) -> str:
+    """A table of the formats, with those that the GPU does not run below it."""
     head = ("", *PHASES, "quantizing", "step", "of BF16")
     found, refused = rows(base)
     cells = []

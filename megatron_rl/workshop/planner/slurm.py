@@ -13,10 +13,11 @@ from math import ceil
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, cluster, read
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import Plan, plan
 
@@ -25,11 +26,12 @@ SPARE = 1.25  # of the planned time, and of the planned memory
 CORES = 8  # of a task
 
 
-def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -> str:
+def sbatch(recipe: Path, overrides: Sequence[str], made: Plan) -> str:
     """What to type, and what to know about it. One task is one rank of the learner."""
-    roles = made.roles
+    config = made.case.config
+    roles = made.case.roles
     servers = config.sampler.dedicated_nodes
-    seconds = _seconds(config, made)
+    seconds = _seconds(made)
     if config.quantization.format == Format.int8:
         alone = "slurm/dapo_int8.sbatch"
     else:
@@ -42,7 +44,7 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
             words = "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
     script = "slurm/dapo_split.sbatch" if servers else alone
-    lines = [f"{given}sbatch {shlex.join(options(config, made))} {script}"]
+    lines = [f"{given}sbatch {shlex.join(options(made))} {script}"]
     if seconds > LONGEST_JOB_S:
         lines.append(
             f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the "
@@ -56,9 +58,10 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
     return "\n".join(lines)
 
 
-def options(config: Config, made: Plan) -> list[str]:
+def options(made: Plan) -> list[str]:
     """Servers of the job's own have nodes of it; those that are given by address are elsewhere."""
-    roles = made.roles
+    config = made.case.config
+    roles = made.case.roles
     gpus = os.environ.get("SITE_GPUS") or "gres=gpu"
     return [
         f"--job-name={config.run.name}",
@@ -67,7 +70,7 @@ def options(config: Config, made: Plan) -> list[str]:
         f"--cpus-per-task={CORES}",
         f"--{gpus}{':' if '=' in gpus else '='}{roles.per_node}",
         f"--mem={_memory(made)}",
-        f"--time={_clock(min(_seconds(config, made), LONGEST_JOB_S))}",
+        f"--time={_clock(_seconds(made))}",
     ]
 
 
@@ -85,7 +88,7 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
             f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g"
         )
     elif not problems:
-        made = plan(config, read_card(str(config.model.folder)), machine)
+        made = plan(Case(config, read_card(config.model.folder), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
         if config.sampler.dedicated_nodes:
@@ -97,7 +100,7 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
         )
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return options(config, made)
+    return options(made)
 
 
 def _memory(made: Plan) -> str:
@@ -108,31 +111,21 @@ def _memory(made: Plan) -> str:
     return given
 
 
-def _seconds(config: Config, made: Plan) -> float:
+def _seconds(made: Plan) -> float:
     if made.time:
-        return made.time.step * config.run.steps * SPARE
+        return made.time.step * made.case.config.run.steps * SPARE
     return LONGEST_JOB_S
 
 
 def _clock(seconds: float) -> str:
-    if seconds < LONGEST_JOB_S:
-        minutes = max(int(seconds // 60) + 1, 10)
-    else:
-        minutes = LONGEST_JOB_S // 60
+    """Time limit as Slurm reads it, at most that of the longest job."""
+    minutes = min(max(int(seconds // 60) + 1, 10), LONGEST_JOB_S // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
 if __name__ == "__main__":
     try:
-        print(
-            "\n".join(
-                for_submission(
-                    sys.argv[1],
-                    Path(sys.argv[2]),
-                    sys.argv[3:],
-                )
-            )
-        )
+        print("\n".join(for_submission(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(2)

@@ -5,28 +5,23 @@ overrides to paste.
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.choices import Format, Offload, Recompute, Sleep, Transport
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.load import flat
+from megatron_rl.config.load import check, flat
 from megatron_rl.config.plain_yaml import write_line
-from megatron_rl.config.schema import (
-    Config,
-    LearnerSection,
-    Offload,
-    Recompute,
-    SamplerSection,
-    Sleep,
-    Transport,
-)
+from megatron_rl.config.schema import Config, LearnerSection
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model
+from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.sizes import problems
 from megatron_rl.runs.console import duration, table
-from megatron_rl.workshop.planner.case import Assumptions, Case, Workload
-from megatron_rl.workshop.planner.phases import TIGHT, largest_share
-from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.phases import TIGHT, largest_share, planned
+from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.summary import axes
 from megatron_rl.workshop.planner.time import learning
 
@@ -49,6 +44,8 @@ SHARED_FOLDER = "/shared/sync"  # the reader's own, where engines are on other n
 
 @dataclass(frozen=True)
 class Suggestion:
+    """A layout that fits the machine."""
+
     way: str  # how learner and engines share the GPUs
     config: Config
     plan: Plan
@@ -64,27 +61,27 @@ def suggestions(base: Case) -> list[Suggestion]:
         )
     fitting: list[Suggestion] = []
     of_ranks: dict[int, list[LearnerSection]] = {}
-    for way, ranks, sampler in _samplers(config, machine):
+    for way, ranks, engines in _samplers(config, machine):
         if ranks not in of_ranks:
             of_ranks[ranks] = _best_learners(base, ranks)
-        asleep = sampler["sampler"].sleep is not Sleep.none
+        offload = Offload.none if engines.sampler.sleep is Sleep.none else Offload.optimizer
         for candidate in of_ranks[ranks]:
-            learner = replace(candidate, offload=Offload.optimizer if asleep else Offload.none)
-            changed = _with_room(base, way, replace(config, learner=learner, **sampler))
+            learner = replace(candidate, offload=offload)
+            changed = _with_room(base, way, replace(engines, learner=learner))
+            if changed is None:
+                continue
             # the engine's share is what the learner leaves; it recomputes no more than tried
-            if changed is not None:
-                changed = replace(
-                    changed, learner=replace(changed.learner, recompute=Recompute.auto)
-                )
-                found = plan_case(replace(base, config=changed))
-                if not found.problems and found.verdict == "fits":
-                    fitting.append(Suggestion(way, changed, found))
+            learner = replace(learner, recompute=Recompute.auto)
+            changed = replace(changed, learner=learner)
+            found = plan(replace(base, config=changed))
+            if not found.problems and found.verdict == "fits":
+                fitting.append(Suggestion(way, changed, found))
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
         if len(chosen) == SHOWN:
             break
-        layout = one.plan.layout
+        layout = one.plan.case.model.layout
         key = (one.way, layout.tp, layout.pp, layout.ep)
         if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
@@ -94,8 +91,7 @@ def suggestions(base: Case) -> list[Suggestion]:
 def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
     """The fastest learners that fit by themselves, and those that leave the most to an engine."""
     found: list[tuple[float, float, LearnerSection]] = []
-    model = Model.of(base.hf_config, Layout())
-    for learner in _learners(base.config, model, ranks, base.machine.gpus):
+    for learner in _learners(base, ranks):
         case = replace(base, config=replace(base.config, learner=learner))
         if case.limit is not None and case.heaviest.needed < case.limit * (1 - TIGHT):
             seconds = learning(case)
@@ -109,8 +105,8 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine that takes turns with the learner gets what the learner leaves."""
     if way != "in turns":
         return config
-    alone = plan_case(replace(base, config=_with_share(config, SPLIT)))
-    (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
+    alone = planned(replace(base, config=config))
+    (memory,) = [one for one in alone if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
     if share >= LEAST_SHARE:
         return _with_share(config, min(share, SPLIT))
@@ -119,15 +115,8 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 def refused(config: Config, machine: Machine) -> list[str]:
     """What a dry run would say against it, but for a key that is made for the run."""
-    from megatron_rl.config.load import check as check_alone
-    from megatron_rl.preflight.checks import check
-
-    found = check_alone(config)
-    try:
-        check(config, [line for line in found if KEY_VARIABLE not in line], machine)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+    found = [line for line in check(config) if KEY_VARIABLE not in line]
+    return found + checks.problems(config, on=machine)
 
 
 def describe(recipe: str, base: Case) -> tuple[str, bool]:
@@ -147,7 +136,7 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
     for number, one in enumerate(found, 1):
         words = " ".join(shlex.quote(word) for word in overrides(base.config, one.config))
         lines.append(f"{number}  megatron-rl train {recipe} {words}")
-    if any(one.plan.roles.distant for one in found):
+    if any(one.plan.case.roles.distant for one in found):
         lines += [
             "",
             f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key "
@@ -157,19 +146,18 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
 
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
-    layout = one.plan.layout
     found = one.plan
-    if found.recomputed:
-        again = f", {found.recomputed:.0%} recomputed"
-    else:
-        again = ""
+    case = found.case
+    learner = axes(case.model.layout)
+    if case.recomputed:
+        learner += f", {case.recomputed:.0%} recomputed"
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
-    engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
+    engines = f"{case.roles.engines} x TP{case.roles.engine_tp}"
     return (
         str(number),
         one.way,
-        axes(layout) + again,
+        learner,
         engines,
         f"{peak:.0%}",
         duration(found.time.step),
@@ -177,115 +165,93 @@ def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     )
 
 
-def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(way, ranks of the learner, sections of the sampler's side)."""
-    gpus, total = machine.gpus, machine.gpus * machine.nodes
+def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, Config]]:
+    """(way, ranks of the learner, the recipe with engines of that way)."""
+    gpus = machine.gpus
+    nodes = machine.nodes
     for tp in (size for size in POWERS if size <= gpus):
         if config.sync.every == 1:
-            near = machine.nodes == 1
-            yield "in turns", total, _in_turns(config, tp, gpus, near)
-        for learner in (
-            sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0})
-            if machine.nodes == 1
-            else ()
-        ):
-            if gpus - learner >= tp:
-                yield "apart", learner, _servers(config, tp, range(learner, gpus))
-        for nodes in sorted({machine.nodes // 4, machine.nodes // 2, 3 * machine.nodes // 4} - {0}):
-            if nodes < machine.nodes:
-                yield "on nodes apart", nodes * gpus, _distant(config, tp, machine, nodes)
+            transport = Transport.ipc if nodes == 1 else Transport.file
+            engines = _of_first_node(config, tp, range(gpus), transport, Sleep.discard)
+            yield "in turns", gpus * nodes, engines
+        if nodes == 1:
+            for learner in sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0}):
+                if gpus - learner >= tp:
+                    engines = _of_first_node(config, tp, range(learner, gpus))
+                    yield "apart", learner, engines
+        for learner in sorted({nodes // 4, nodes // 2, 3 * nodes // 4} - {0}):
+            yield "on nodes apart", learner * gpus, _distant(config, tp, machine, learner)
 
 
-def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
-    """As many engines as the first node has room for, which sleep while the learner works."""
-    count = gpus // tp
-    sampler = replace(
-        _sampler(config, tp, None),
-        engines=count,
-        devices=",".join(map(str, range(count * tp))),
-        sleep=Sleep.discard,
-    )
-    return {
-        "sampler": sampler,
-        "sync": replace(config.sync, transport=Transport.ipc if near else Transport.file),
-    }
-
-
-def _servers(config: Config, tp: int, gpus: range) -> dict[str, Any]:
-    """Sections for as many engines as fit on these GPUs of the first node."""
+def _of_first_node(
+    config: Config,
+    tp: int,
+    gpus: range,
+    transport: Transport = Transport.file,
+    sleep: Sleep = Sleep.none,
+) -> Config:
+    """As many engines as fit on these GPUs of the first node."""
     count = len(gpus) // tp
     devices = ",".join(map(str, gpus[: count * tp]))
-    sampler = replace(_sampler(config, tp, SPLIT), engines=count, devices=devices)
-    return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file)}
+    sync = replace(config.sync, transport=transport)
+    changes = {"engines": count, "devices": devices, "sleep": sleep}
+    return _with_engines(replace(config, sync=sync), tensor_parallel=tp, **changes)
 
 
-def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> dict[str, Any]:
+def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> Config:
+    """Engines on the nodes that the learner leaves, served by address."""
     each = machine.gpus // tp
     hosts = range(learner_nodes, machine.nodes)
     addresses = [f"http://node{host}:{8000 + number}" for host in hosts for number in range(each)]
-    sampler = replace(
-        _sampler(config, tp, SPLIT), engines=len(addresses), devices=None, addresses=addresses
-    )
     folder = config.sync.dir or SHARED_FOLDER
-    return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file, dir=folder)}
+    sync = replace(config.sync, transport=Transport.file, dir=folder)
+    changes = {"engines": len(addresses), "devices": None, "addresses": addresses}
+    return _with_engines(replace(config, sync=sync), tensor_parallel=tp, **changes)
 
 
-def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
-    sampler = config.sampler
-    vllm = {**sampler.vllm} | ({"gpu_memory_utilization": share} if share else {})
-    return replace(
-        sampler,
-        tensor_parallel=tp,
-        engines=1,
-        dedicated_nodes=False,
-        addresses=[],
-        formats=[],
-        sleep=Sleep.none,
-        vllm=vllm,
-    )
+def _with_engines(config: Config, **changes: Any) -> Config:
+    """The configuration with engines that have their GPUs to themselves, but for `changes`."""
+    alone: dict[str, Any] = {
+        "dedicated_nodes": False,
+        "addresses": [],
+        "formats": [],
+        "sleep": Sleep.none,
+    }
+    sampler = replace(config.sampler, **(alone | changes))
+    return _with_share(replace(config, sampler=sampler), SPLIT)
 
 
-def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
-    shape = model.shape
-    work = Workload.of(config, Assumptions())
-    cp = config.learner.context_parallel
-    for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
-        for pp in (
-            size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size * cp) == 0
-        ):
-            replicas = ranks // tp // pp // cp
-            if replicas > max(work.sequences // work.updates, 1):
-                continue
-            for ep in POWERS if shape.experts else (1,):
-                if shape.experts and (shape.experts % ep or tp * cp * replicas % ep):
-                    continue
-                for again in (Recompute.none, Recompute.full):
-                    yield _learner(
-                        config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET)
-                    )
+def _learners(base: Case, ranks: int) -> Iterator[LearnerSection]:
+    """Every way to share the model over so many ranks."""
+    work = base.work
+    cp = base.config.learner.context_parallel
+    tps = [size for size in POWERS if size <= base.machine.gpus]
+    for tp, pp, ep in product(tps, STAGES, POWERS if base.model.shape.experts else (1,)):
+        dp, rest = divmod(ranks, tp * pp * cp)
+        if rest or dp > max(work.sequences // work.updates, 1):
+            continue
+        learner = _learner(base, tp, pp, dp, ep)
+        model = replace(base.model, layout=Layout.from_config(learner))
+        if not problems(model, 1, Format.none):
+            for again in (Recompute.none, Recompute.full):
+                yield replace(learner, recompute=again)
 
 
-def _cuts(model: Model, tp: int) -> bool:
-    shape = model.shape
-    heads = shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-    return heads and (bool(shape.experts) or shape.ffn % tp == 0)
-
-
-def _learner(
-    config: Config, tp: int, pp: int, dp: int, ep: int, again: Recompute, budget: int
-) -> LearnerSection:
-    megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED}
-    if tp > 1 or config.learner.megatron.get("sequence_parallel"):
+def _learner(base: Case, tp: int, pp: int, dp: int, ep: int) -> LearnerSection:
+    """The recipe's learner with these parallel sizes, and nothing that an old layout decided."""
+    learner = base.config.learner
+    megatron = {key: value for key, value in learner.megatron.items() if key not in OWNED}
+    if tp > 1 or learner.megatron.get("sequence_parallel"):
         megatron["sequence_parallel"] = tp > 1
-    megatron |= {"expert_tensor_parallel_size": 1} if ep > 1 and tp > 1 else {}
+    if ep > 1 and tp > 1:
+        megatron["expert_tensor_parallel_size"] = 1
     return replace(
-        config.learner,
+        learner,
         tensor_parallel=tp,
         pipeline_parallel=pp,
         data_parallel=dp,
         expert_parallel=ep,
-        tokens_per_microbatch=budget,
-        recompute=again,
+        tokens_per_microbatch=max(base.work.longest, LEAST_BUDGET),
         megatron=megatron,
     )
 

@@ -37,7 +37,7 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         ),
         *objective(config),
         ("steps", steps),
-        ("disk", str(writes(checked.policy.shape, checked.policy.hf_config, config))),
+        ("disk", str(writes(checked.policy.shape, config))),
         *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),

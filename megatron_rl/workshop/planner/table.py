@@ -4,7 +4,6 @@ both).
 
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.schema import Config
 from megatron_rl.preflight.notes import unusual_clip
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner import summary
@@ -17,32 +16,36 @@ from megatron_rl.workshop.planner.time import StepTime
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
 
-def describe(config: Config, plan: Plan, changes: Sequence[str] = ()) -> str:
+def describe(plan: Plan, changes: Sequence[str] = ()) -> str:
+    config = plan.case.config
     recipe = [
         ("learner", summary.arithmetic(config.learner)),
         *summary.objective(config),
         *summary.changed(changes),
     ]
     sections = [
-        list(_roles(config, plan)),
+        list(_roles(plan)),
         [f"{name:<9} {text}" for name, text in recipe],
         *(_memory(one) for one in plan.memory),
-        list(_rest(config, plan)),
+        list(_rest(plan)),
     ]
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _roles(config: Config, plan: Plan) -> Iterator[str]:
-    roles = plan.roles
-    work = plan.work
-    yield f"machine   {plan.machine}"
+def _roles(plan: Plan) -> Iterator[str]:
+    """Lines on machine, model, ranks, engines, and the work of a step."""
+    case = plan.case
+    config = case.config
+    roles = case.roles
+    work = case.work
+    yield f"machine   {case.machine}"
     yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
     yield (
-        f"learner   {roles.learner:,} ranks ({summary.axes(plan.layout)}) on "
+        f"learner   {roles.learner:,} ranks ({summary.axes(case.model.layout)}) on "
         f"{roles.learner_nodes} node(s)"
     )
     engines = f"{roles.engines:,} engine(s) of {roles.engine_tp}"
-    if plan.machine.gpus and roles.local:
+    if case.machine.gpus and roles.local:
         gpus = ",".join(map(str, roles.local))
         engines += f", on GPUs {gpus} of the first node ({len(roles.shared)} shared)"
     if roles.distant:
@@ -50,7 +53,7 @@ def _roles(config: Config, plan: Plan) -> Iterator[str]:
     yield f"sampler   {engines}"
     yield (
         f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; "
-        f"{work.updates} update(s) of {plan.packs} micro-batch(es) on each replica"
+        f"{work.updates} update(s) of {case.packs} micro-batch(es) on each replica"
     )
     if work.sessions:
         prefilled = work.prefilled(keeps_prefixes(config.sampler))
@@ -85,17 +88,20 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.4f}"
 
 
-def _rest(config: Config, plan: Plan) -> Iterator[str]:
+def _rest(plan: Plan) -> Iterator[str]:
+    """Lines on cache, checkpoint, CPU memory, staleness and time."""
+    case = plan.case
+    config = case.config
     cache = plan.cache
     yield (
         f"cache     {cache.tokens:,} tokens of an engine: {cache.at_limits:,} sequences at their "
-        f"limit of {plan.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs "
+        f"limit of {case.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs "
         f"is {cache.wanted}"
     )
     yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
     if plan.host:
         parts = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in plan.host.items())
-        has = f"{plan.machine.host_gib:.0f}" if plan.machine.host_gib else "not known"
+        has = f"{case.machine.host_gib:.0f}" if case.machine.host_gib else "not known"
         yield (
             f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory "
             f"({parts}); it has: {has}"
@@ -108,11 +114,14 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
     if plan.time is None:
         yield "time      not known for this machine; --on names one, such as 1x8xH100-80"
     else:
-        yield from _time(plan.time, plan, config)
+        yield from _time(plan.time, plan)
     yield from (f"note      {note}" for note in (*plan.notes, *unusual_clip(config.loss)))
 
 
-def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
+def _time(time: StepTime, plan: Plan) -> Iterator[str]:
+    """Lines on the seconds of a step, and on what they assume."""
+    config = plan.case.config
+    work = plan.case.work
     phases = ", ".join(f"{phase} {duration(getattr(time, phase))}" for phase in PHASES)
     steps = config.run.steps
     yield f"time      a step {duration(time.step)}: {phases}"
@@ -126,16 +135,15 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"stages, {time.mfu:.0%} of the GPUs' peak (docs/scale.md)"
     )
     if time.ahead:
+        waits = "sampler waits for updates"
         if time.rollout > time.learner:
             waits = "learner waits for answers"
-        else:
-            waits = "sampler waits for updates"
-        waiting = plan.work.waiting_bytes(config.rollout.ahead)
+        waiting = work.waiting_bytes(config.rollout.ahead)
         yield (
             f"ahead     {duration(time.overlap)} of a step overlap, the {waits}; batches that wait "
             f"take {_gib(waiting)} GiB of the driver's host"
         )
-    known = vars(plan.assumed)
-    if not plan.work.sessions:
+    known = vars(plan.case.assumed)
+    if not work.sessions:
         known = {name: value for name, value in known.items() if name not in OF_SESSIONS}
     yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in known.items())

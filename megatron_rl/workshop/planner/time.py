@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, Sleep, Transport
-from megatron_rl.learner.modules.costs import Operations, operations
+from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.workshop.planner import passes
 from megatron_rl.workshop.planner.case import Case, keeps_prefixes
+from megatron_rl.workshop.planner.memory.activations import chosen
 from megatron_rl.workshop.planner.memory.engine import utilization
-from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held
+from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, held, replicas
 from megatron_rl.workshop.planner.passes import GIGA, TERA
 
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at
@@ -75,12 +76,14 @@ class StepTime(Sampling, Learning):
 
 
 def step_time(case: Case) -> StepTime:
+    """Seconds of a step's phases; sync and save by their share of each step."""
     learned = learning(case)
     sampled = rolling_out(case)
     every = case.config.sync.every
+    quantize = _quantizing(case)
     return StepTime(
-        sync=(_syncing(case) + _quantizing(case)) / every,
-        quantize=_quantizing(case) / every,
+        sync=(_syncing(case) + quantize) / every,
+        quantize=quantize / every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
         **vars(sampled),
@@ -89,6 +92,7 @@ def step_time(case: Case) -> StepTime:
 
 
 def learning(case: Case) -> Learning:
+    """Seconds of the proximal pass and of the updates of a step."""
     config = case.config
     work = case.work
     layout = case.model.layout
@@ -113,19 +117,9 @@ def learning(case: Case) -> Learning:
 
 def _moving(case: Case) -> float:
     """The optimizer to the host and back, where it makes room for an engine."""
-    if case.config.learner.offload is Offload.optimizer:
-        moved = 2 * case.heaviest.optimizer
-    else:
-        moved = 0.0
-    return moved / (case.assumed.keep_gbs * GIGA)
-
-
-def _kept(case: Case) -> float:
-    """Bytes of a rank's state, the first of replicas: its weights, and its part of their
-    optimizer.
-    """
-    trained = sum(held(case.model.shape, case.model.layout, 0).trained)
-    return case.training.width * trained + case.heaviest.optimizer
+    if case.config.learner.offload is not Offload.optimizer:
+        return 0.0
+    return 2 * case.heaviest.optimizer / (case.assumed.keep_gbs * GIGA)
 
 
 def _collectives(case: Case, passes: float) -> float:
@@ -139,15 +133,8 @@ def _collectives(case: Case, passes: float) -> float:
     seconds = 2 * row * 2 * (layout.tp - 1) / layout.tp / _link(case, layout.tp)
     # each rank's keys and values to all others; backward, them and their gradients
     if layout.cp > 1:
-        ring = (
-            of_rank
-            * 2
-            * shape.size("kv")
-            / layout.tp
-            * BF16
-            * (layout.cp - 1)
-            * (shape.layers / layout.pp)
-        )
+        row_kv = 2 * of_rank * shape.size("kv") / layout.tp * BF16
+        ring = row_kv * (layout.cp - 1) * shape.layers / layout.pp
         seconds += ring * (1 if passes == 1 else passes + 1) / _link(case, layout.tp * layout.cp)
     if shape.experts and layout.ep > 1:
         sent = 2 * row * chosen(case.model) / case.training.sp * (layout.ep - 1) / layout.ep
@@ -158,15 +145,11 @@ def _collectives(case: Case, passes: float) -> float:
 def _reductions(case: Case) -> float:
     """Gradients in, parameters out, once for each update: replicas share them in FP32 and BF16."""
     layout = case.model.layout
-    mine = max(
-        (held(case.model.shape, layout, stage) for stage in range(layout.pp)),
-        key=lambda one: sum(one.trained),
-    )
-    replicas = layout.dp * layout.cp
-    of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
-    dense, experts = mine.trained
-    moved = dense * (replicas - 1) / replicas + experts * (of_experts - 1) / of_experts
-    return moved * (GRADIENT + BF16) / _link(case, layout.tp * replicas)
+    stages = [held(case.model.shape, layout, stage).trained for stage in range(layout.pp)]
+    dense, experts = max(stages, key=sum)
+    of_dense, of_experts = replicas(layout)
+    moved = dense * (of_dense - 1) / of_dense + experts * (of_experts - 1) / of_experts
+    return moved * (GRADIENT + BF16) / _link(case, layout.tp * of_dense)
 
 
 def _link(case: Case, ranks: int) -> float:
@@ -216,27 +199,25 @@ def _decoding(case: Case) -> tuple[float, int]:
     tp = roles.engine_tp
     fitting = max(int(engine.tokens / work.length), 1)
     count = max(min(max_sequences(case.config.sampler), work.open_of(roles.engines), fitting), 1)
-    # of the experts
+    met = 1.0  # of the experts
     if shape.experts:
         met = 1 - (1 - chosen(case.model) / shape.experts) ** count
-    else:
-        met = 1.0
     experts = case.weights.experts / tp
     read = engine.weights - experts + count * work.halfway * engine.token
     reading = read / assumed.reading + experts * met / assumed.reading_experts
     quantized = case.config.quantization.format != Format.none
-    peak = (
-        (gpu.fp8_tflops if quantized and gpu.fp8_tflops else gpu.tflops) * TERA * assumed.sampling
-    )
-    each: Operations = operations(case.model, work.length)
-    computed = count * (each.dense + each.experts + each.head) / tp / peak
+    tflops = gpu.tflops
+    if quantized and gpu.fp8_tflops:
+        tflops = gpu.fp8_tflops
+    each = operations(case.model, work.length)
+    computed = count * (each.dense + each.experts + each.head) / tp
+    computed /= tflops * TERA * assumed.sampling
     seconds = max(reading / (gpu.memory_tbs * TERA), computed) + assumed.host_ms / 1e3
     seconds += quantized * shape.layers * assumed.rounding_us / 1e6
     if tp > 1:
         inside = tp <= roles.per_node
-        hop, link = (
-            (assumed.hop_us, gpu.link_gbs) if inside else (assumed.far_hop_us, gpu.network_gbs)
-        )
+        hop = assumed.hop_us if inside else assumed.far_hop_us
+        link = gpu.link_gbs if inside else gpu.network_gbs
         seconds += 2 * shape.layers * (hop / 1e6 + count * shape.hidden * BF16 / (link * GIGA))
     return seconds, count
 
@@ -249,12 +230,12 @@ def _syncing(case: Case) -> float:
     gpu = case.gpu
     if transport == Transport.file:
         largest = max(case.weights.nbytes / case.model.layout.pp, case.engine.weights)
-        return largest / (case.assumed.file_gbs * GIGA) + _pausing(case)
-    near = transport == Transport.ipc or case.roles.learner_nodes == 1
-    moved = case.weights.nbytes / (
-        (gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link
-    )
-    return moved + _pausing(case)
+        moving = largest / (case.assumed.file_gbs * GIGA)
+    else:
+        near = transport == Transport.ipc or case.roles.learner_nodes == 1
+        link = gpu.link_gbs if near else gpu.network_gbs
+        moving = case.weights.nbytes / (link * GIGA * case.assumed.link)
+    return moving + _pausing(case)
 
 
 def _pausing(case: Case) -> float:
@@ -283,10 +264,10 @@ def _saving(case: Case, step_s: float) -> float:
     steps.
     """
     section = case.config.checkpoint
-    copied = _kept(case)
-    every = section.steps or (
-        max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0
-    )
-    if every:
-        return copied / (case.assumed.keep_gbs * GIGA) / every
-    return 0.0
+    if not (section.steps or section.minutes):
+        return 0.0
+    every = section.steps or max(section.minutes * 60 / step_s, 1)
+    # of a rank, the first of replicas: its weights, and its part of their optimizer
+    trained = sum(held(case.model.shape, case.model.layout, 0).trained)
+    copied = case.training.width * trained + case.heaviest.optimizer
+    return copied / (case.assumed.keep_gbs * GIGA) / every

@@ -2,20 +2,22 @@
 Reckoned from shapes and layouts; no sync reads it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config.schema import Config, Format, Transport
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.mapping import Param, parameters, stored_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.table import Row, Split
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.quantization.formats import is_quantized, outputs, scale_name
+from megatron_rl.quantization.formats import Output, is_quantized, outputs, scale_name
 from megatron_rl.runs.console import table
 from megatron_rl.weight_sync.engine_shards import SMALL
+from megatron_rl.workshop.planner.memory.engine import PLAIN, EngineWeights, engine_weights
+from megatron_rl.workshop.planner.memory.learner import BF16
 from megatron_rl.workshop.planner.summary import axes
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -23,16 +25,6 @@ END = (
     "  busiest end: all bytes through the most loaded rank; engines on one host read the `file` "
     "transport's bytes from one shared copy"
 )
-PLAIN = "bfloat16"  # what is not quantized
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One Hugging Face tensor on its way."""
-
-    tensor: TensorSpec
-    stage: int  # pipeline stage of the writer
-
 
 # a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights'
 # group)
@@ -41,28 +33,18 @@ GroupKey = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class SyncPlan:
-    transfers: tuple[Transfer, ...]
-    writers: dict[tuple[int, int], int]  # (stage, expert-parallel rank) -> bytes it writes
-    gathers: dict[
-        GroupKey, tuple[int, ...]
-    ]  # bytes that each rank but the first sends to the first
-    plain_bytes: int  # the same weights in BF16
-    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over
-    # key-value heads
-    whole_bytes: int
-    split_bytes: int
-    key_value_bytes: int
-    uncut_bytes: int  # of the latter two, what the file transport leaves whole because it is small
-    kv_heads: int
+    """Tensors of one sync, and the bytes that each rank of the learner sends."""
+
+    weights: EngineWeights
+    tensors: tuple[TensorSpec, ...]
+    writers: Mapping[tuple[int, int], int]  # (stage, expert-parallel rank) -> bytes it writes
+    # bytes that each rank but the first sends to the first
+    gathers: Mapping[GroupKey, tuple[int, ...]]
+    uncut_bytes: int  # split, but left whole by the file transport because they are small
 
     @property
     def nbytes(self) -> int:
-        return self.whole_bytes + self.split_bytes + self.key_value_bytes
-
-    def loaded_bytes(self, sampler_tp: int) -> int:
-        """Bytes that one of so many tensor-parallel ranks of an engine loads."""
-        heads = min(sampler_tp, self.kv_heads)
-        return self.whole_bytes + self.split_bytes // sampler_tp + self.key_value_bytes // heads
+        return self.weights.nbytes
 
 
 @dataclass(frozen=True)
@@ -75,6 +57,7 @@ class _Kind:
 
 
 def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    """Follow every weight from the ranks that hold it to the rank that writes it."""
     shape = model.shape
     layout = model.layout
     stage_of = {
@@ -82,15 +65,11 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
     }
     per_rank = max(shape.experts // layout.ep, 1)
     kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
-    transfers: list[Transfer] = []
-    writers: dict[tuple[int, int], int] = {}
+    tensors: list[TensorSpec] = []
+    writers = Counter[tuple[int, int]]()
     sent: dict[GroupKey, list[int]] = {}
-    held = dict.fromkeys(("plain", "whole", "split", "key_value", "uncut"), 0)
-    joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
-    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}
-    for param in params(shape):
-        if param.row.copy:
-            continue
+    uncut = 0
+    for param in stored_params(shape):
         if param.layer is not None:
             stage = stage_of[param.layer]
         elif param.row.megatron[0].startswith("embedding."):
@@ -109,23 +88,16 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
         from_ranks = sent.setdefault((stage, expert_rank), [0] * (size - 1))
         for name, made in zip(param.hf, kinds[key], strict=True):
             for out_name, kind in zip((name, scale_name(name)), made, strict=False):
-                tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
-                transfers.append(Transfer(tensor, stage))
-                writers[writer] = writers.get(writer, 0) + tensor.nbytes
-                key_value = 0
-                if kind.split:
-                    key_value = int(tensor.nbytes * of_heads.get(name.rsplit(".", 2)[-2], 0))
-                    held["split"] += tensor.nbytes - key_value
-                    held["uncut"] += tensor.nbytes * (tensor.nbytes < SMALL)
-                else:
-                    held["whole"] += tensor.nbytes
-                held["key_value"] += key_value
+                tensor = replace(kind.tensor, name=out_name)
+                tensors.append(tensor)
+                writers[writer] += tensor.nbytes
+                if kind.split and tensor.nbytes < SMALL:
+                    uncut += tensor.nbytes
                 for rank, nbytes in enumerate(kind.sent):
                     from_ranks[rank] += nbytes
-        held["plain"] += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in param.sizes.items())
     gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
-    totals = {f"{how}_bytes": each for how, each in held.items()}
-    return SyncPlan(tuple(transfers), writers, gathers, kv_heads=shape.kv_heads, **totals)
+    weights = engine_weights(shape, format, tuple(ignore))
+    return SyncPlan(weights, tuple(tensors), writers, gathers, uncut)
 
 
 def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
@@ -134,28 +106,24 @@ def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) ->
     layout = model.layout
     size = layout.expert_tp if param.row.expert else layout.tp
     split = param.row.split is not Split.replicated
-    of_ranks = [
-        [
-            outputs(piece, format, ignore, PLAIN, split)
-            for piece in param.slices(shape, layout, Place(tp=r, etp=r))
-        ]
-        for r in range(size)
-    ]
-    return [
-        [
-            _Kind(
-                first.tensor,
-                first.dim is not None,
-                tuple(out.part.nbytes * (out.dim is not None) for out in rest),
-            )
-            for first, *rest in zip(*pieces, strict=True)
-        ]
-        for pieces in zip(*of_ranks, strict=True)
-    ]
+    of_ranks = [param.slices(shape, layout, Place(tp=rank, etp=rank)) for rank in range(size)]
+    kinds = []
+    for pieces in zip(*of_ranks, strict=True):
+        made = [outputs(piece, format, ignore, PLAIN, split) for piece in pieces]
+        kinds.append([_kind(*of_rank) for of_rank in zip(*made, strict=True)])
+    return kinds
+
+
+def _kind(first: Output, *rest: Output) -> _Kind:
+    if first.dim is None:
+        return _Kind(first.tensor, False, ())
+    return _Kind(first.tensor, True, tuple(out.part.nbytes for out in rest))
 
 
 @dataclass(frozen=True)
 class SamplerLayout:
+    """Engines of a sync: ranks of each, and how many."""
+
     tp: int = 1
     replicas: int = 1
 
@@ -200,21 +168,23 @@ class Traffic:
         self.bound = lower_bound(self.plan, self.model, self.sampler)
 
     def numbers(self) -> dict[str, Any]:
+        """The JSON of a plan's `sync`."""
         return {
             "bytes": self.plan.nbytes,
-            "tensors": len(self.plan.transfers),
+            "tensors": len(self.plan.tensors),
             "writers": len(self.plan.writers),
             "links": [asdict(one) for one in self.links],
             "lower_bound": asdict(self.bound),
         }
 
     def describe(self, link_gbs: float | None) -> str:
+        """Text with tables of tensors, links and the lower bound."""
         config = self._config
         plan = self.plan
         layout = self.model.layout
         who = [
             f"model     {config.model.path}: {self.model.shape.family}, "
-            f"{plan.plain_bytes / 2e6:,.1f} M parameters",
+            f"{parameters(self.model.shape) / 1e6:,.1f} M parameters",
             f"learner   {layout.world:,} ranks ({axes(layout)}), of which "
             f"{len(plan.writers):,} write",
             f"sampler   {self.sampler.world:,} ranks (TP{self.sampler.tp} x "
@@ -222,8 +192,22 @@ class Traffic:
             f"sync      quantization.format={config.quantization.format}, "
             f"sync.transport={config.sync.transport}, every {config.sync.every} step(s)",
         ]
-        sections = [who, _tensors(plan), _links(self.links, link_gbs), self._bound(link_gbs)]
+        sections = [who, self._tensors(), _links(self.links, link_gbs), self._bound(link_gbs)]
         return "\n\n".join("\n".join(section) for section in sections)
+
+    def _tensors(self) -> list[str]:
+        counts = Counter[str]()
+        sizes = Counter[str]()
+        for tensor in self.plan.tensors:
+            kind = tensor.dtype
+            if tensor.name.endswith(".weight_scale"):
+                kind = f"{kind} scales"
+            counts[kind] += 1
+            sizes[kind] += tensor.nbytes
+        rows = [(kind, f"{counts[kind]:,}", _size(sizes[kind])) for kind in sorted(counts)]
+        rows.append(("together", f"{len(self.plan.tensors):,}", _size(self.plan.nbytes)))
+        rows.append(("(as BF16)", "", _size(BF16 * parameters(self.model.shape))))
+        return table(("what moves", "tensors", "bytes"), rows)
 
     def _bound(self, link_gbs: float | None) -> list[str]:
         bound = self.bound
@@ -253,7 +237,7 @@ def links(plan: SyncPlan, sampler: SamplerLayout, transport: Transport) -> list[
     if transport == Transport.file:
         found.append(Links("learner -> files", len(writers), sum(writers), max(writers)))
         # scales too small to be cut are read whole
-        read = plan.loaded_bytes(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
+        read = plan.weights.of_rank(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
         found.append(Links("files -> sampler", sampler.world, read * sampler.world, read))
     else:  # vLLM's own transports hand whole tensors to every rank
         count = len(writers) * sampler.world
@@ -266,43 +250,19 @@ def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBo
     """Every byte leaves the learner once, and each sampler rank receives its shard; samplers may
     pass bytes on.
     """
-    stages: dict[int, int] = {}
+    stages = Counter[int]()
     for (stage, _), nbytes in plan.writers.items():
-        stages[stage] = stages.get(stage, 0) + nbytes
+        stages[stage] += nbytes
     # the ranks of a stage share what it holds, at best evenly: experts are split evenly as it is
     layout = model.layout
-    out = max(stages.values(), default=0) // (layout.tp * layout.cp * layout.dp)
-    shard = plan.loaded_bytes(sampler.tp)
+    out = max(stages.values()) // (layout.tp * layout.cp * layout.dp)
+    shard = plan.weights.of_rank(sampler.tp)
     return LowerBound(out, shard, shard * sampler.world)
-
-
-def _tensors(plan: SyncPlan) -> list[str]:
-    counts: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    for transfer in plan.transfers:
-        tensor = transfer.tensor
-        kind = tensor.dtype
-        if tensor.name.endswith(".weight_scale"):
-            kind = f"{kind} scales"
-        counts[kind] = counts.get(kind, 0) + 1
-        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
-    rows = [(kind, f"{counts[kind]:,}", _size(sizes[kind])) for kind in sorted(counts)]
-    rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
-    rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
-    return table(("what moves", "tensors", "bytes"), rows)
 
 
 def _links(found: list[Links], link_gbs: float | None) -> list[str]:
     head = ["links of one sync", "count", "all links", "busiest end"]
-    rows = [
-        [
-            one.kind,
-            f"{one.count:,}",
-            _size(one.total),
-            _size(one.end),
-        ]
-        for one in found
-    ]
+    rows = [[one.kind, f"{one.count:,}", _size(one.total), _size(one.end)] for one in found]
     if link_gbs is not None:
         head.append(f"at {link_gbs:g} GB/s")
         for row, one in zip(rows, found, strict=True):
@@ -311,13 +271,12 @@ def _links(found: list[Links], link_gbs: float | None) -> list[str]:
 
 
 def _size(nbytes: float) -> str:
-    if nbytes < 1024:
-        return f"{nbytes:,.0f} B"
     power = 0
     while nbytes >= 1024 and power < len(UNITS) - 1:
         nbytes /= 1024
         power += 1
-    return f"{nbytes:,.1f} {UNITS[power]}"
+    digits = 1 if power else 0
+    return f"{nbytes:,.{digits}f} {UNITS[power]}"
 
 
 def _seconds(nbytes: int, link_gbs: float) -> str:

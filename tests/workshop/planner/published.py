@@ -15,6 +15,7 @@ from megatron_rl.config import from_mapping
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.plan import Plan, plan
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -103,7 +104,7 @@ class Published:
 
     @property
     def plan(self) -> Plan:
-        return plan(self.config, self.hf_config, named(self.machine))
+        return plan(Case(self.config, self.hf_config, named(self.machine)))
 
 
 def ranks(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> dict[str, Any]:

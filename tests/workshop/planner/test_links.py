@@ -30,8 +30,7 @@ def test_the_plan_is_what_is_yielded(format: Format) -> None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             real[name] = (tuple(tensor.shape), dtype, tensor.nbytes)
     planned = {}
-    for transfer in plan.transfers:
-        tensor = transfer.tensor
+    for tensor in plan.tensors:
         planned[tensor.name] = (tensor.shape, tensor.dtype, tensor.nbytes)
     assert planned == real
     assert sorted(plan.writers.values()) == sorted(source.nbytes for source in sources)
@@ -124,15 +123,14 @@ def test_the_bound_knows_who_holds_what() -> None:
         {},
     )
     plan = plan_sync(model, Format.none)
-    last = sum(one.tensor.nbytes for one in plan.transfers if one.stage == 1)
+    last = sum(nbytes for (stage, _), nbytes in plan.writers.items() if stage == 1)
     assert last > plan.nbytes / 2
     assert lower_bound(plan, model, SamplerLayout()).out == last // 4
     at_4 = lower_bound(plan, model, SamplerLayout(4)).into
     at_8 = lower_bound(plan, model, SamplerLayout(8)).into
-    shared = plan.split_bytes + plan.key_value_bytes
-    assert at_4 == plan.whole_bytes + shared // 4
-    heads = plan.key_value_bytes // 4
-    assert at_8 == plan.whole_bytes + plan.split_bytes // 8 + heads
+    held = plan.weights
+    assert at_4 == held.whole + (held.split + held.key_value) // 4
+    assert at_8 == held.whole + held.split // 8 + held.key_value // 4
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.fp8])

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.workshop.planner.memory.activations import Pack
+from megatron_rl.workshop.planner.memory.activations import Pack, Training
 from megatron_rl.workshop.planner.memory.learner import of_stage
 
 pytestmark = pytest.mark.ranks
@@ -93,7 +93,7 @@ def predicted(name: str, stage: int) -> dict[str, float]:
     in_pack = budget(rows) // length
     pack = Pack(tokens=budget(rows), responses=in_pack * rows["response"], longest=length)
     packs = rows["rows"] // in_pack // model.layout.dp
-    found = of_stage(model, learner, stage, pack, packs, host=True)
+    found = of_stage(model, Training.of(learner, True), stage, pack, packs)
     kept = found.activations + max(found.head, found.recomputed)
     static = {name: getattr(found, name) for name in ("weights", "gradients", "optimizer")}
     return {**static, "logits": found.logits, "activations": kept}

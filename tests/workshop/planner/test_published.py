@@ -12,7 +12,7 @@ from published import DIED, ETP1, FULL, INTERLEAVED, OF_235B, RAN, SP, ranks
 from megatron_rl.config import from_mapping
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Assumptions
+from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import plan
 from megatron_rl.workshop.planner.time import StepTime
@@ -78,7 +78,7 @@ class Timed:
         if self.layers is not None:
             hf_config["num_hidden_layers"] = self.layers
         assumed = Assumptions(prompt=1.0, response=self.response / self.limit)
-        found = plan(config, hf_config, named(self.machine), assumed).time
+        found = plan(Case(config, hf_config, named(self.machine), assumed)).time
         assert found is not None
         return found
 

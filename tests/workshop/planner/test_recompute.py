@@ -16,7 +16,7 @@ from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config, Recompute
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, named
-from megatron_rl.workshop.planner.case import Assumptions, Case
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import TIGHT, UNEVEN, _with, for_machine, planned
 
 ROOT = Path(__file__).parents[3]
@@ -32,13 +32,13 @@ H100 = named("1x8xH100-80")
 
 
 def decided(config: Config, machine: Machine) -> tuple[Config, str]:
-    return for_machine(config, read_card(str(config.model.folder)), machine)
+    return for_machine(config, read_card(config.model.folder), machine)
 
 
 def update(config: Config, machine: Machine, card: dict[str, Any]) -> float:
     """The share of its memory that the fullest GPU of the learner needs in an update."""
     shares = []
-    for one in planned(Case(config, card, machine, Assumptions())):
+    for one in planned(Case(config, card, machine)):
         if "learner" in one.kind and one.limit:
             needed = sum(one.phases["update"].values())
             shares.append(needed / one.limit)
@@ -50,7 +50,7 @@ def test_every_recipe_recomputes_no_more_than_before(recipe: Path) -> None:
     config = load(recipe)
     machine = named(str(cluster(recipe)[1]))
     found, _ = decided(config, machine)
-    assert update(found, machine, read_card(str(config.model.folder))) <= 1 - TIGHT
+    assert update(found, machine, read_card(config.model.folder)) <= 1 - TIGHT
     if "-1n" in recipe.stem and recipe.stem not in RECOMPUTED:
         assert found.learner == replace(config.learner, recompute=Recompute.none)
 
@@ -85,7 +85,7 @@ def test_nothing_is_chosen_that_does_not_fit_and_nothing_needless(
         return  # there is no more to recompute
     assert update(found, machine, card) <= most
     if layers is not None:
-        case = Case(found, card, machine, Assumptions())
+        case = Case(found, card, machine)
         assert update(_with(case, layers - 1).config, machine, card) > most
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config.layers import merged, of_recipe
 from megatron_rl.config.schema import Config, Offload, Recompute, Sleep
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.phases import CACHE, MOMENTS, TIGHT, Memory, largest_share
 from megatron_rl.workshop.planner.plan import Plan, plan, share_problems
@@ -30,7 +31,7 @@ MACHINES = {
 
 def planned(config: Config, machine: str, **vllm: float | None) -> Plan:
     config = replace(config, sampler=replace(config.sampler, vllm={**config.sampler.vllm, **vllm}))
-    return plan(config, read_card(config.model.path), named(machine))
+    return plan(Case(config, read_card(config.model.path), named(machine)))
 
 
 def shared(made: Plan) -> Memory:

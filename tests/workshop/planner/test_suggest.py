@@ -11,8 +11,8 @@ from megatron_rl import cli
 from megatron_rl.config import cluster, load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Assumptions, Case
-from megatron_rl.workshop.planner.plan import plan_case
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.plan import plan
 from megatron_rl.workshop.planner.suggest import suggestions
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
@@ -63,13 +63,8 @@ def test_suggestions_pass_a_dry_run(
 def test_no_layout_makes_a_recipe_s_step_a_tenth_faster(recipe: str) -> None:
     path = Path(RECIPE).with_name(f"{recipe}.yaml")
     config = load(path)
-    case = Case(
-        config,
-        read_card(config.model.path),
-        named(str(cluster(path)[1])),
-        Assumptions(),
-    )
+    case = Case(config, read_card(config.model.path), named(str(cluster(path)[1])))
     best = suggestions(case)[0].plan.time
-    own = plan_case(case).time
+    own = plan(case).time
     assert best is not None and own is not None
     assert best.step > 0.9 * own.step

@@ -19,7 +19,6 @@ from megatron_rl.learner.modules import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
-from megatron_rl.models.shape import ModelShape
 
 # bytes
 FP32 = 4
@@ -38,7 +37,6 @@ class Pack:
     tokens: float
     responses: float  # of the tokens: those that get logits
     longest: int
-    padded: float | None = None  # places that attention on a host computes, where lengths differ
 
 
 @dataclass(frozen=True)
@@ -88,22 +86,28 @@ class Training:
         return 1.0
 
 
-def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pack: Pack) -> Kept:
-    """`chosen`: experts of each token."""
-    if shape.experts:
-        mlp = _experts(shape, chosen, layout, training)
-    else:
-        mlp = _mlp(shape, layout, training)
-    attention = _attention(shape, layout, training, pack)
-    parts = {**attention, **mlp, "adapters": _adapters(shape, chosen, training)}
-    selective = training.granularity == "selective"
-    if selective:
+def chosen(model: Model) -> int:
+    """Experts of each token."""
+    if model.shape.experts:
+        return limits.experts_per_token(model.hf_config)
+    return 0
+
+
+def kept(model: Model, training: Training, pack: Pack) -> Kept:
+    """Bytes that a layer of this model keeps."""
+    shape = model.shape
+    mlp = _experts(model, training) if shape.experts else _mlp(model, training)
+    attention = _attention(model, training, pack)
+    # the MLP's norm: its input and its result
+    norm = (2 * shape.hidden * training.width + FP32) / training.sp
+    own = {"mlp norm": norm, "adapters": _adapters(model, training)}
+    parts = {**attention, **mlp, **own}
+    gone: set[str] = set()
+    if training.granularity == "selective":
         gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())}
-    else:
-        gone = set()
     stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
     if "core" in gone:  # its inputs are kept in its place
-        stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / layout.tp
+        stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / model.layout.tp
     return Kept(sum(parts.values()), parts["input"], stays)
 
 
@@ -116,11 +120,11 @@ RECOMPUTED = {
 }
 
 
-def _attention(
-    shape: ModelShape, layout: Layout, training: Training, pack: Pack
-) -> dict[str, float]:
+def _attention(model: Model, training: Training, pack: Pack) -> dict[str, float]:
+    """Bytes by part, from the layer's input to the output projection."""
+    shape = model.shape
     width = training.width
-    tp = layout.tp
+    tp = model.layout.tp
     sp = training.sp
     q = shape.size("q") / tp
     kv = shape.size("kv") / tp
@@ -133,27 +137,25 @@ def _attention(
         # queries, keys, values after the rotation, and the result, which the projection reads too
         return parts | {
             "core": (2 * q + 2 * kv) * width + sums,
-            "projection": q * (1 if training.fp8 else 0),
+            "projection": q * training.fp8,
         }
-    padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
-    whole = pack.padded in (None, pack.tokens)
-    short = pack.longest <= SHORT and width < FP32
-    core = 2 * q + 2 * kv * layout.cp  # ours gathers them over the ranks that share a sequence
+    core = (
+        2 * q + 2 * kv * model.layout.cp
+    )  # ours gathers them over the ranks that share a sequence
+    if pack.longest <= SHORT and width < FP32:
+        return parts | {"core": core * FP32 + sums, "projection": q * width}
     # values are a view of the joined result, which a norm of queries and keys has kept
-    if not short and whole:
-        core += 0 if shape.has("qk_norm") else q + kv
-        core -= kv if shape.has("qk_norm") else 0
-    parts["core"] = padding * (core * (FP32 if short else width) + sums)
-    parts["projection"] = q * width if short or not whole else 0
-    return parts
+    if shape.has("qk_norm"):
+        core -= kv
+    else:
+        core += q + kv
+    return parts | {"core": core * width + sums}
 
 
-def _mlp(shape: ModelShape, layout: Layout, training: Training) -> dict[str, float]:
-    width = training.width
-    sp = training.sp
-    norm = (2 * shape.hidden * width + FP32) / sp  # its input and its result
-    each = shape.ffn / layout.tp * width
-    return {"mlp norm": norm, "fc1": 2 * each, "activation": _activation(training) * each}
+def _mlp(model: Model, training: Training) -> dict[str, float]:
+    """Bytes by part of a dense MLP, without its norm."""
+    each = model.shape.ffn / model.layout.tp * training.width
+    return {"fc1": 2 * each, "activation": _activation(training) * each}
 
 
 def _activation(training: Training) -> int:
@@ -165,15 +167,15 @@ def _activation(training: Training) -> int:
     return 2
 
 
-def _experts(
-    shape: ModelShape, chosen: int, layout: Layout, training: Training
-) -> dict[str, float]:
+def _experts(model: Model, training: Training) -> dict[str, float]:
     """Tokens spread evenly over experts: each rank computes as many as it sends."""
+    shape = model.shape
     width = training.width
     sp = training.sp
-    router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
-    rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
-    each = shape.expert_ffn / layout.expert_tp * width
+    tp = model.layout.expert_tp
+    router = (chosen(model) * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
+    rows = chosen(model) * tp / sp  # of an expert's input, for each position
+    each = shape.expert_ffn / tp * width
     # both products are in FP32, and the second is kept to be weighed: learner/modules/experts.py
     if training.host:
         first = 2 * each / width * FP32
@@ -182,22 +184,22 @@ def _experts(
         first = 2 * each
         second = (_activation(training) + (not training.fused_activation)) * each
     return {
-        "mlp norm": (2 * shape.hidden * width + FP32) / sp,
         "router": router,
         "fc1": rows * (shape.hidden * width + first),
         "activation": rows * (second + FP32),
     }
 
 
-def _adapters(shape: ModelShape, chosen: int, training: Training) -> float:
+def _adapters(model: Model, training: Training) -> float:
     """What comes out of each A, and on GPUs the norms' results, which the layers that read them do
     not give away.
     """
+    shape = model.shape
     one = replace(shape, layers=1, experts=min(shape.experts, 1))
     found = 0.0
     for param in params(one):
         for a in adapters(param, one)[:1]:
-            found += sum(rank for rank, _ in a.shapes) * (chosen if param.row.expert else 1)
+            found += sum(rank for rank, _ in a.shapes) * (chosen(model) if param.row.expert else 1)
             if param.row.norm is not None and not (training.host or param.row.expert):
                 found += shape.hidden / training.sp
     return found * training.width
@@ -225,9 +227,8 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     share = training.recomputed(layers)
     if share < 1:  # the first layers of a chunk: what its others have kept is free by then
         return alive * (share * kept.input + (1 - share) * kept.layer), 0.0
-    if training.method == "block":
-        at_once = 1
-    else:
+    at_once = 1
+    if training.method != "block":
         at_once = min(training.layers, layers)
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
@@ -249,8 +250,7 @@ def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, fl
     trained = columns * training.width * (shape.lora is None)
     sums = shape.hidden * (pack.responses * FP32 + trained)  # of hidden states, and of the weight
     gradient = logits if at_once >= columns else sums
+    copies = 0.0
     if training.host:
         copies = costs.COPIES * min(costs.HOST_BYTES, logits / width * FP32)
-    else:
-        copies = 0.0
     return norm + rows, logits, gradient, copies

@@ -12,21 +12,20 @@ Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is gi
 workspaces wake with the weights, the cache apart from them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
-from math import prod
-from typing import Any
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
 from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
-from megatron_rl.models.tensors import DTYPES
-from megatron_rl.quantization.formats import QUANTIZED, SCALE_DTYPE, is_quantized, scale_shape
-from megatron_rl.workshop.planner.memory.learner import BF16, chosen
+from megatron_rl.quantization.formats import outputs
+from megatron_rl.workshop.planner.memory.activations import chosen
+from megatron_rl.workshop.planner.memory.learner import BF16
 
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
@@ -37,53 +36,48 @@ HOST_RUNTIME = 1.8 * GIB  # of an engine without a GPU, as measured
 ASLEEP = 2 * GIB  # what of them stays
 BATCHED = 4096  # tokens of a step at least: sampler/engine_settings.py
 FP32 = 4
+PLAIN = "bfloat16"  # what is not quantized
 
 
 @dataclass(frozen=True)
 class EngineWeights:
     """Bytes, by how the ranks of a tensor-parallel engine hold them."""
 
-    whole: int = 0
-    split: int = 0
-    key_value: int = 0  # split over key-value heads, of which the ranks beyond hold copies
-    experts: int = 0  # of all three: experts
+    whole: int
+    split: int
+    key_value: int  # split over key-value heads, of which the ranks beyond hold copies
+    experts: int  # of all three: experts
+    kv_heads: int
 
     @property
     def nbytes(self) -> int:
         return self.whole + self.split + self.key_value
 
-    def of_rank(self, tp: int, kv_heads: int) -> int:
-        return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
+    def of_rank(self, tp: int) -> int:
+        """Bytes that one of so many tensor-parallel ranks loads."""
+        return self.whole + self.split // tp + self.key_value // min(tp, self.kv_heads)
 
 
 @cache
 def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
-    counts = {"whole": 0, "split": 0, "key_value": 0, "experts": 0}
-    for param in params(shape):
-        if param.row.copy:
-            continue
-        for name, size in param.sizes.items():
-            nbytes = _nbytes(name, size, format, ignore)
-            counts[_way(param, name)] += nbytes
-            counts["experts"] += nbytes * param.row.expert
-    return EngineWeights(**counts)
-
-
-def _nbytes(name: str, size: tuple[int, ...], format: Format, ignore: tuple[str, ...]) -> int:
-    if not is_quantized(name, format, ignore):
-        return BF16 * prod(size)
-    kind = QUANTIZED[format]
-    rows, columns = size
-    scales: int = prod(scale_shape(rows, columns, kind.blocks))
-    return DTYPES[kind.dtype][1] * prod(size) + DTYPES[SCALE_DTYPE][1] * scales
-
-
-def _way(param: Param, name: str) -> str:
-    if param.row.split is Split.replicated:
-        return "whole"
-    if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj"):
-        return "key_value"
-    return "split"
+    """Count the tensors that a sync sends, scales included."""
+    counts = dict.fromkeys(("whole", "split", "key_value", "experts"), 0)
+    joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
+    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}
+    for param in stored_params(shape):
+        split = param.row.split is not Split.replicated
+        for piece in param.slices(shape, Layout(), Place()):
+            share = of_heads.get(piece.name.rsplit(".", 2)[-2], 0)
+            for out in outputs(piece, format, ignore, PLAIN, split):
+                nbytes = out.tensor.nbytes
+                counts["experts"] += nbytes * param.row.expert
+                if out.dim is None:
+                    counts["whole"] += nbytes
+                else:
+                    key_value = int(nbytes * share)
+                    counts["key_value"] += key_value
+                    counts["split"] += nbytes - key_value
+    return EngineWeights(**counts, kv_heads=shape.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -112,26 +106,24 @@ def of_engine(
     held: EngineWeights,
     longest: int,
     capacity: float | None,
-    host: bool = False,
+    host: bool,
 ) -> EngineMemory:
     """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known,
     and no cache.
     """
     shape = model.shape
     tp = sampler.tensor_parallel
-    given = sampler.vllm
-    weights = held.of_rank(tp, shape.kv_heads)
-    runtime = RUNTIME + _step(model, tp, max(longest, BATCHED), given, max_sequences(sampler))
+    weights = held.of_rank(tp)
+    runtime = RUNTIME + _step(model, sampler, longest)
     token = cache_token(shape, tp, quantization.kv_cache)
-    cache = given.get("kv_cache_memory_bytes")
+    cache = sampler.vllm.get("kv_cache_memory_bytes")
     if host:
         return EngineMemory(
             0.0, weights, HOST_RUNTIME, float(cache or HOST_CACHE_BYTES), 0.0, token, ASLEEP
         )
+    rest = 0.0
     if capacity:
         rest = utilization(sampler) * capacity - weights - runtime
-    else:
-        rest = 0.0
     cache = rest if cache is None else float(cache)
     context = CONTEXT + COMMUNICATOR * (tp > 1)
     return EngineMemory(context, weights, runtime, cache, max(rest - cache, 0.0), token, ASLEEP)
@@ -147,9 +139,10 @@ def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:
     return 2 * shape.layers * heads * shape.head_dim * (1 if cache == KvCache.fp8 else BF16)
 
 
-def _step(model: Model, tp: int, batched: int, given: Mapping[str, Any], sequences: int) -> float:
+def _step(model: Model, sampler: SamplerSection, longest: int) -> float:
     """What vLLM's profiling run finds: a layer's widest results, and FP32 logits twice."""
-    tokens = int(given.get("max_num_batched_tokens") or batched)
+    tokens = int(sampler.vllm.get("max_num_batched_tokens") or max(longest, BATCHED))
     shape = model.shape
     width = 3 * (chosen(model) * shape.expert_ffn if shape.experts else shape.ffn)
-    return tokens * BF16 * (width / tp + 3 * shape.hidden) + 2 * sequences * shape.vocab * FP32
+    results = tokens * BF16 * (width / sampler.tensor_parallel + 3 * shape.hidden)
+    return results + 2 * max_sequences(sampler) * shape.vocab * FP32

@@ -2,19 +2,18 @@
 activations, logits.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from megatron_rl.config.schema import LearnerSection
-from megatron_rl.learner.modules import limits
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import adapters, params, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.workshop.planner.memory import activations
-from megatron_rl.workshop.planner.memory.activations import Pack, Training
+from megatron_rl.workshop.planner.memory.activations import Pack, Training, chosen
 
 BF16 = 2  # bytes
 # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
@@ -28,63 +27,45 @@ FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
 class Held:
     """Parameters of one rank of a pipeline stage."""
 
-    dense: int
-    experts: int
-    linear: int  # of both: matrices that Transformer Engine multiplies
-    # of dense layers and of experts: what is trained instead
-    adapters: tuple[int, int] | None = None
-
-    @property
-    def count(self) -> int:
-        return self.dense + self.experts + sum(self.adapters or ())
-
-    @property
-    def trained(self) -> tuple[int, int]:
-        """Of dense layers, and of experts."""
-        if self.adapters is None:
-            return (self.dense, self.experts)
-        return self.adapters
+    count: int
+    linear: int  # matrices that Transformer Engine multiplies
+    trained: tuple[int, int]  # of dense layers and of experts: all, or their adapters instead
 
 
 def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
     """Layers are alike: one of them is counted, and the ends of the pipeline."""
-    layer, ends = _parts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
+    counts = _counts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
     layers = layout.stage_layers(shape.layers)[stage]
-    outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
-    of_adapters = layer.adapters and (layer.adapters[0] * layers, layer.adapters[1] * layers)
-    return Held(
-        layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters
-    )
+    first = counts["first end"] * (stage == 0)
+    last = counts["last end"] * (stage == layout.pp - 1)
+    dense = counts["dense"] * layers + first + last
+    experts = counts["experts"] * layers
+    adapted = (counts["adapters of dense"] * layers, counts["adapters of experts"] * layers)
+    trained = (dense, experts) if shape.lora is None else adapted
+    return Held(dense + experts + sum(adapted), counts["linear"] * layers, trained)
 
 
 @cache
-def _parts(
-    shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
-) -> tuple[Held, tuple[tuple[str, int], ...]]:
-    """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
+def _counts(shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool) -> Counter[str]:
+    """Parameters of a rank, by kind: one layer's, and those at the ends of the pipeline."""
     layout = Layout(tp=tp, etp=expert_tp, ep=ep)
     one = replace(shape, layers=1)
-    inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
-    count = dict.fromkeys(("dense", "experts", "linear"), 0)
-    beside = [0, 0]
-    for param in inside:
+    counts = Counter[str]()
+    for param in stage_params(one, layout, Place()):
+        if param.layer is None:
+            continue
+        kind = "experts" if param.row.expert else "dense"
         size = prod(param.local_shape(layout))
-        count["experts" if param.row.expert else "dense"] += size
-        beside[param.row.expert] += sum(
-            prod(each.local_shape(layout)) for each in adapters(param, one)
-        )
-        count["linear"] += size * (
-            param.row.split is not Split.replicated and len(param.shapes[0]) == 2
-        )
-    ends = [
-        (
-            "first" if param.row.megatron[0].startswith("embedding.") else "last",
-            prod(param.local_shape(layout)),
-        )
-        for param in params(one)
-        if param.layer is None and not (param.row.copy and not several)
-    ]
-    return Held(**count, adapters=(beside[0], beside[1]) if shape.lora else None), tuple(ends)
+        counts[kind] += size
+        if param.row.split is not Split.replicated and len(param.shapes[0]) == 2:
+            counts["linear"] += size
+        for each in adapters(param, one):
+            counts[f"adapters of {kind}"] += prod(each.local_shape(layout))
+    for param in params(one):
+        if param.layer is None and (several or not param.row.copy):
+            end = "first end" if param.row.megatron[0].startswith("embedding.") else "last end"
+            counts[end] += prod(param.local_shape(layout))
+    return counts
 
 
 @dataclass(frozen=True)
@@ -98,12 +79,12 @@ class LearnerMemory:
     activations: float  # of the layers, from forward to backward
     head: float  # the same, of the last stage's end
     logits: float  # the same, of its logits: all of them, or the columns that exist at a time
-    # theirs where all are held; else what they add up to, of hidden states and weight
-    logit_gradient: float
+    # their gradient where all are held, else what it adds up to, of hidden states and weight; and
+    # FP32 copies of some rows of logits: on GPUs kernels need none
+    beside_logits: float
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
-    logit_chunks: float  # FP32 copies of some rows of logits: on GPUs kernels need none
 
     @property
     def static(self) -> float:
@@ -111,13 +92,17 @@ class LearnerMemory:
 
     @property
     def of_logits(self) -> float:
-        """At the end of a forward pass: logits, their gradient, and what is worked on in FP32."""
-        return self.head + self.logits + self.logit_gradient + self.logit_chunks
+        return self.logits + self.beside_logits
+
+    @property
+    def of_layer(self) -> float:
+        """Layers that backward computes again, and what comes and goes inside of one."""
+        return self.recomputed + self.gradients_of_layer
 
     @property
     def dynamic(self) -> float:
         """The most that an update adds, when the last logits or a layer's gradients are made."""
-        return self.activations + max(self.of_logits, self.recomputed + self.gradients_of_layer)
+        return self.activations + max(self.head + self.of_logits, self.of_layer)
 
     @property
     def needed(self) -> float:
@@ -126,30 +111,22 @@ class LearnerMemory:
 
 def of_stage(
     model: Model,
-    learner: LearnerSection,
+    training: Training,
     stage: int,
     pack: Pack,
     packs: int,
-    *,
-    host: bool,
     reference: bool = False,
 ) -> LearnerMemory:
     """`packs`: micro-batches of an update, of one replica."""
     shape = model.shape
     layout = model.layout
-    training = Training.of(learner, host)
     mine = held(shape, layout, stage)
-    last = stage == layout.pp - 1
     layers = layout.stage_layers(shape.layers)[stage]
-    pack = Pack(
-        pack.tokens / layout.cp,
-        pack.responses / layout.cp,
-        pack.longest,
-        pack.padded,
-    )
-    kept = activations.kept(shape, chosen(model), layout, training, pack)
+    pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest)
+    kept = activations.kept(model, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
+    last = stage == layout.pp - 1
     norms, logits, gradient, copies = (
         activations.head(model, training, pack) if last else (0.0,) * 4
     )
@@ -164,19 +141,11 @@ def of_stage(
         activations=pack.tokens * waiting,
         head=norms,
         logits=logits,
-        logit_gradient=gradient,
+        beside_logits=gradient + copies,
         recomputed=pack.tokens * again,
         gradients_of_layer=step,
         forward=pack.tokens * kept.layer + step + norms + logits + copies,
-        logit_chunks=copies,
     )
-
-
-def chosen(model: Model) -> int:
-    """Experts of each token."""
-    if model.shape.experts:
-        return limits.experts_per_token(model.hf_config)
-    return 0
 
 
 def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
@@ -184,10 +153,15 @@ def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
     experts theirs.
     """
     each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
-    replicas = layout.dp * layout.cp
-    of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
     dense, experts = mine.trained
-    return each * (dense / replicas + experts / of_experts)
+    of_dense, of_experts = replicas(layout)
+    return each * (dense / of_dense + experts / of_experts)
+
+
+def replicas(layout: Layout) -> tuple[int, int]:
+    """Ranks that hold the same part of the dense weights, and of the experts."""
+    dense = layout.dp * layout.cp
+    return dense, max(layout.tp * dense // (layout.expert_tp * layout.ep), 1)
 
 
 def _step(model: Model, training: Training, pack: Pack) -> float:
