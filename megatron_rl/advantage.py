@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Credit, Estimator
+from megatron_rl.config.schema import AdvantageConfig, Credit, Estimator
 
 if TYPE_CHECKING:
     from megatron_rl.batch import Share
@@ -40,11 +40,6 @@ def group_advantages(
         return keep_N.float(), keep_N
     if config.estimator == Estimator.reinforce_pp:
         return _whiten(rewards, keep_N).float(), keep_N
-    if config.estimator not in GROUP_ESTIMATORS:
-        raise ValueError(
-            f"advantage.estimator is {config.estimator!r}; one of {', '.join(Estimator)}"
-        )
-
     counts = _group_sums(keep_N.double(), groups_N)
     sums = _group_sums(rewards, groups_N)
     keep_N = keep_N & (counts >= 2)

@@ -8,9 +8,9 @@ B rows of a batch, N response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_rl.batch import Batch, Share, Targets
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.modules.head import Scores
-from megatron_rl.learner.modules.logprobs import Truncation
 from megatron_rl.learner.modules.packing import Pack, in_one_copy
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
@@ -143,16 +142,13 @@ class Learner(ForwardPasses):
         batch = share.batch
         if self.layout.pp > 1 and len(share.rows_of) > 1:
             batch = replace(batch, experts_PLK=None)
-        of_batch = self.plane.collect(share, batch.columns, batch)
-        of_targets = self.plane.collect(share, targets.columns, targets)
+        of_batch: dict[str, Any] = self.plane.collect(share, batch.columns, batch)
+        of_targets: dict[str, Any] = self.plane.collect(share, targets.columns, targets)
         if not self.is_driver:
             return None
-        # columns that there are not
-        nothing: list[dict[str, Any]] = [
-            {one.name: None for one in fields(kind)} for kind in (Batch, Targets)
-        ]
-        whole = Batch(**nothing[0] | of_batch), Targets(**nothing[1] | of_targets)
-        return whole[0].rows(minibatch), whole[1].rows(minibatch)
+        whole_batch = replace(batch, **of_batch)
+        whole_targets = replace(targets, **of_targets)
+        return whole_batch.rows(minibatch), whole_targets.rows(minibatch)
 
     def take_own_logprobs(self) -> Tensor | None:
         """Logprobs of the replica's response tokens by the last update's forward pass, where it had
@@ -189,10 +185,11 @@ class Learner(ForwardPasses):
         entropy = (scores.entropy_N.detach() * targets.mask_N).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
         if scores.truncation is not None:
-            found |= {
-                name: value / about.tokens
-                for name, value in _sums(scores.truncation, targets.mask_N)
-            }
+            trained_N = targets.mask_N
+            outside_N = scores.truncation.outside_N
+            found[OUTSIDE_SUPPORT] = (outside_N & trained_N).sum() / about.tokens
+            log_mass_N = scores.truncation.log_mass_N
+            found[KEPT_LOG_MASS] = (log_mass_N * trained_N).sum() / about.tokens
         return loss, unused, (found, scores.logprobs_N.detach())
 
     def _step(
@@ -221,12 +218,6 @@ class Learner(ForwardPasses):
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
-
-
-def _sums(found: Truncation, mask_N: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Over the tokens that are trained on."""
-    yield OUTSIDE_SUPPORT, (found.outside_N.float() * mask_N).sum()
-    yield KEPT_LOG_MASS, (found.log_mass_N * mask_N).sum()
 
 
 def on_device(targets: Targets, rows: Sequence[int], device: torch.device) -> Targets:

@@ -159,11 +159,7 @@ class Policy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's shards; layer and expert numbers in names count over the whole model."""
-        experts = self.shape.experts
-        if experts:
-            first_expert = self.layout.local_experts(experts, self.place.ep).start
-        else:
-            first_expert = 0
+        first_expert = self.layout.local_experts(self.shape.experts, self.place.ep).start
         for first_layer, module in self.numbered_modules:
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter

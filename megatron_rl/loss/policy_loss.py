@@ -34,15 +34,6 @@ from megatron_rl.rollout_correction.correction import correct_micro_batch
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
 
-__all__ = [
-    "LossConfig",
-    "Totals",
-    "count_totals",
-    "policy_loss",
-    "reduction_of",
-    "seen_tokens",
-]
-
 
 @dataclass(frozen=True)
 class Totals:
@@ -252,13 +243,12 @@ def row_scale(targets: Targets, reduction: Reduction, totals: Totals) -> Tensor:
         return filled_B / max(1, totals.sequences)
     if reduction == Reduction.seq_mean_token_sum_norm:
         return filled_B / max(1, totals.sequences) / max(1, totals.horizon)
-    if reduction == Reduction.prompt_mean:
-        if totals.prompts == 0:
-            return filled_B
-        place_B = torch.searchsorted(totals.prompt_ids_P, targets.groups_B)
-        tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
-        return filled_B / tokens_B / totals.prompts
-    raise ValueError(f"loss.reduction is {reduction!r}; one of {', '.join(Reduction)}")
+    # the prompts' mean
+    if totals.prompts == 0:
+        return filled_B
+    place_B = torch.searchsorted(totals.prompt_ids_P, targets.groups_B)
+    tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
+    return filled_B / tokens_B / totals.prompts
 
 
 def _anchored_to_itself(

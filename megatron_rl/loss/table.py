@@ -60,17 +60,21 @@ def _clipped_surrogate(terms: Terms, ratio_N: Tensor, config: LossConfig) -> Res
     plain_N = -a_N * ratio_N
     bounded_N = -a_N * ratio_N.clamp(*_band(config))
     loss_N = plain_N.maximum(bounded_N)
-    active_N = bounded_N > plain_N
-    clipped = {
-        "clip_fraction_high": active_N & (a_N > 0),
-        "clip_fraction_low": active_N & (a_N < 0),
-    }
+    clipped = _by_sign(bounded_N > plain_N, a_N)
     dual_clip = config.params["dual_clip"]
     if dual_clip is not None:
         ceiling_N = -dual_clip * a_N
         clipped["dual_clip_fraction"] = (a_N < 0) & (loss_N > ceiling_N)
         loss_N = loss_N.minimum(ceiling_N).where(a_N < 0, loss_N)
     return loss_N, clipped
+
+
+def _by_sign(active_N: Tensor, advantages_N: Tensor) -> dict[str, Tensor]:
+    """Where a clip is active, for positive and for negative advantages."""
+    return {
+        "clip_fraction_high": active_N & (advantages_N > 0),
+        "clip_fraction_low": active_N & (advantages_N < 0),
+    }
 
 
 def _band(config: LossConfig) -> tuple[float, float]:
@@ -130,11 +134,7 @@ def gmpo(terms: Terms, config: LossConfig) -> Result:
     # the token carries its own part of the gradient and no other's
     row_N = terms.row_mean(step_N) + step_N - step_N.detach()
     weight_N = terms.row_mean(terms.weights_N.masked_fill(~terms.mask_N, 1.0).log()).exp()
-    active_N = bounded_N < plain_N
-    clipped = {
-        "clip_fraction_high": active_N & (sign_N > 0),
-        "clip_fraction_low": active_N & (sign_N < 0),
-    }
+    clipped = _by_sign(bounded_N < plain_N, sign_N)
     return -terms.advantages_N * terms.exp(row_N) * weight_N, clipped
 
 

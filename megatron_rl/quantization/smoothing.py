@@ -88,12 +88,19 @@ class Smoothing:
             self._age = None if age < 0 else age
             self._repeats = repeats
 
+    def scale_of(self, param: Param) -> Tensor | None:
+        """[H]: what a parameter's columns are multiplied by, and its inputs divided; None: by
+        nothing.
+        """
+        if param.row.norm is None or self._age is None:
+            return None
+        assert param.layer is not None
+        return self.scales_LNH[param.layer, param.row.norm]
+
     def fold(self, param: Param, local: Tensor) -> Tensor:
         """The shard as the sampler gets it; the learner's own is left alone."""
-        if param.row.norm is None or self._age is None:
-            return local
-        assert param.layer is not None
-        return folded(local, self.scales_LNH[param.layer, param.row.norm])
+        scale_H = self.scale_of(param)
+        return local if scale_H is None else folded(local, scale_H)
 
 
 def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:

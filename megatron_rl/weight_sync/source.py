@@ -13,7 +13,6 @@ keeps the reason in `failure`, which the caller exchanges over all ranks.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +24,7 @@ from megatron_rl.models.shards import ShardGroups, cut, merge, row_numbers
 from megatron_rl.models.table import Norm, Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.quantize import ErrorSample, quantize, row_amax, sample_error
+from megatron_rl.quantization.quantize import quantize, row_amax, sample_error
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import (
@@ -38,16 +37,11 @@ from megatron_rl.weight_sync.buckets import (
     make_buckets,
 )
 from megatron_rl.weight_sync.engine_shards import Cut
+from megatron_rl.weight_sync.transports import SyncSeconds
 
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
 PLAIN = torch.bfloat16  # what the sampler holds unquantized tensors in
-
-
-@dataclass
-class Seconds:
-    quantize: float = 0.0
-    gather: float = 0.0
 
 
 class ShardSource:
@@ -62,8 +56,8 @@ class ShardSource:
         cache_scales: CacheScales | None = None,
     ) -> None:
         self.failure: str | None = None
-        self.errors: list[ErrorSample] = []
-        self.seconds = Seconds()
+        self.errors: list[torch.Tensor] = []  # of `sample_error`
+        self.seconds = SyncSeconds()
         self.format = format
         self._model = model
         self._place = groups.place
@@ -118,7 +112,7 @@ class ShardSource:
 
     def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.failure = None
-        self.seconds = Seconds()
+        self.seconds = SyncSeconds()
         self.errors = []
         shards = self._by_table_name(parameters)
         if self._smoothing is not None:
@@ -148,9 +142,7 @@ class ShardSource:
     def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
         """Of each bucket: what this rank yields, None where another rank of the group does."""
         weights = [
-            tuple(
-                out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice
-            )
+            tuple(out.tensor for job in bucket.jobs for out in job.flat(0))
             if bucket.rank == 0
             else None
             for bucket in self._buckets
@@ -211,7 +203,12 @@ class ShardSource:
         self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
-        content = self._made(bucket, shards)
+        parts = [self._parts(job, shards) for job in bucket.jobs]
+        amax = self._shared_amax(bucket, parts, _device(shards))
+        content = [
+            self._convert(job, part, bucket.rank, amax)
+            for job, part in zip(bucket.jobs, parts, strict=True)
+        ]
         converted = time.perf_counter()
         received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started
@@ -219,20 +216,6 @@ class ShardSource:
         whole = [made for made in content if made is not None]
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
-
-    @torch.no_grad()
-    def _made(
-        self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
-    ) -> list[list[torch.Tensor] | None]:
-        """This rank's converted parts of every parameter of the bucket; None where they cannot be
-        made.
-        """
-        parts = [self._parts(job, shards) for job in bucket.jobs]
-        amax = self._shared_amax(bucket, parts, _device(shards))
-        return [
-            self._convert(job, part, bucket.rank, amax)
-            for job, part in zip(bucket.jobs, parts, strict=True)
-        ]
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = self._merged(job.param, shards)
@@ -262,16 +245,13 @@ class ShardSource:
         norm held here.
         """
         shape = self._model.shape
-        device = next(iter(shards.values())).device if shards else None
-        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
+        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=_device(shards))
         for job, rank in [(job, bucket.rank) for bucket in self._buckets for job in bucket.jobs]:
             norm = job.param.row.norm
-            layer = job.param.layer
-            if norm is None or layer is None:
-                local = None
-            else:
-                local = self._merged(job.param, shards)
-            if local is None or norm is None or layer is None or local.ndim == 1:
+            if norm is None:
+                continue
+            local = self._merged(job.param, shards)
+            if local is None or local.ndim == 1:
                 continue
             for (piece, part), outs in zip(
                 cut(job.param, local, job.slices), job.outputs[rank], strict=True
@@ -282,7 +262,7 @@ class ShardSource:
                 if not torch.isfinite(amax_H).all():
                     self._fail(f"{piece.name}: {DIVERGED}")
                     continue
-                here = amax_LNH[layer, norm]
+                here = amax_LNH[job.param.layer, norm]
                 torch.maximum(here, amax_H, out=here)
         return amax_LNH
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class SamplerClient(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class SyncSeconds:
     """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver
     waits for `load`.
@@ -126,11 +126,8 @@ class Contribution:
         **counts: int,
     ) -> Contribution:
         """After a pass over the source that took `elapsed` seconds, sending included."""
-        quantize = source.seconds.quantize
-        gather = source.seconds.gather
-        seconds = SyncSeconds(
-            quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather)
-        )
+        made = source.seconds
+        seconds = replace(made, transfer=max(0.0, elapsed - made.quantize - made.gather))
         error = summarize(source.errors)
         passing = passing and source.failure is None
         return cls(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import exchange
-from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.models.tensors import TensorSpec, as_bytes, torch_dtype
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import this_rank
@@ -107,7 +107,7 @@ class WholeSource:
             tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
             if tensor is not None:
-                data = _bytes(tensor)
+                data = as_bytes(tensor)
             else:
                 data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
             dist.broadcast(data, src=writer)
@@ -116,7 +116,7 @@ class WholeSource:
             return tensor if self._rank == 0 else None
         if self._rank == writer:
             assert tensor is not None
-            dist.send(_bytes(tensor), dst=0)
+            dist.send(as_bytes(tensor), dst=0)
             return None
         data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         dist.recv(data, src=writer)
@@ -143,10 +143,6 @@ def made_on(
         # its memory is not given to home again before the caller has read it
         pair[1].record_stream(caller)
         yield pair
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

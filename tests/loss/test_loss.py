@@ -25,12 +25,13 @@ from matrices import (
 from megatron_rl.batch import Share
 from megatron_rl.config.schema import (
     CorrectionConfig,
+    LossConfig,
     Reduction,
     RejectRule,
     WeightConfig,
 )
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import LossConfig, Totals, reduction_of
+from megatron_rl.loss.policy_loss import Totals, reduction_of
 from megatron_rl.runs.metrics import unknown
 
 B = 8

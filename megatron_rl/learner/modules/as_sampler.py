@@ -65,29 +65,22 @@ class AsSampler:
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        if self.smoothing is not None:
-            scales = self.smoothing.scales_LNH
-        else:
-            scales = None
+        scales = None if self.smoothing is None else self.smoothing.scales_LNH
         if not self.stale and scales is self._folded:
             return
         shared = self._shared_amax()
         for param, layer in self._layers:
-            weight, calm = self._fold(param, merged_weight(layer))
+            weight = merged_weight(layer)
+            calm = None
+            if self.smoothing is not None:
+                weight = self.smoothing.fold(param, weight)
+                calm = self.smoothing.scale_of(param)
             made = quantize(weight, self._format, shared.get(param.megatron))
             layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
             if isinstance(layer, RowLinear):
                 layer.slices = self._engine_tp
         self.stale = False
         self._folded = scales
-
-    def _fold(self, param: Param, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.smoothing is None or param.row.norm is None:
-            return weight, None
-        folded = self.smoothing.fold(param, weight)
-        return folded, None if folded is weight else self.smoothing.scales_LNH[
-            param.layer, param.row.norm
-        ]
 
     def _shared_amax(self) -> dict[str, Tensor]:
         """Row maxima of the weights whose rows several ranks hold parts of, by name."""

@@ -169,13 +169,6 @@ def _patch_megatron() -> None:
     moe_utils.te_general_gemm = None
 
 
-def rotate_with(rotary: Callable[..., torch.Tensor]) -> None:
-    """Set attention's rotary embedding, which megatron-core takes from no specification."""
-    import megatron.core.transformer.attention as attention
-
-    attention.apply_rotary_pos_emb = rotary
-
-
 @functools.cache
 def install() -> bool:
     """Make megatron-core importable and runnable; true where it runs on the host's CPU."""
