@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batch import Batch, Share, Targets
+from megatron_rl.config.schema import Config
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.modules.head import Scores
 from megatron_rl.learner.modules.packing import Pack, in_one_copy
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
-from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import (
@@ -53,13 +53,13 @@ class Learner(ForwardPasses):
     def __init__(
         self,
         model: Model,
-        sections: Sections,
+        config: Config,
         dump_dir: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        super().__init__(model, sections)
-        self.loss = sections.loss
-        self.correction = sections.correction
+        super().__init__(model, config)
+        self.loss = config.loss
+        self.correction = config.correction
         # of each stage one
         speaks = (self.place.replica, self.place.tp, self.place.cp) == (
             0,
@@ -67,7 +67,7 @@ class Learner(ForwardPasses):
             0,
         )
         self.profiler = Profiler(
-            sections.log.profile_steps, dump_dir, self.rank if speaks else None, note
+            config.log.profile_steps, dump_dir, self.rank if speaks else None, note
         )
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_logprobs_N: Tensor | None = None

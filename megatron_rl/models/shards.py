@@ -251,8 +251,7 @@ def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 def weight_names(layer: Any) -> list[str]:
     """Names of a layer's weights: one, or one of each of its experts."""
-    names = (name for name, _ in layer.named_parameters(recurse=False))
-    return [name for name in names if name.startswith("weight")]
+    return [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]
 
 
 def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:

@@ -36,10 +36,8 @@ class Sums:
         self._largest: dict[str, float] = {}
 
     def add(self, **values: Tensor | float) -> None:
-        tensors = [value.double() for value in values.values() if isinstance(value, Tensor)]
-        told = iter(torch.stack(tensors).tolist() if tensors else ())
-        for name, value in values.items():
-            number = next(told) if isinstance(value, Tensor) else value
+        numbers = [torch.as_tensor(value, dtype=torch.float64) for value in values.values()]
+        for name, number in zip(values, torch.stack(numbers).tolist(), strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + number
 
     def add_moments(

@@ -10,7 +10,7 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -95,17 +95,15 @@ class RouterReplay:
         return taken
 
 
-def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
-    """Metrics of all ranks' counts; `experts_at`: layers with experts. Empty if no token passed."""
-    found_L3 = found_L3[experts_at]
+def shares(found_L3: Tensor) -> dict[str, float]:
+    """Metrics of all ranks' counts. Empty if no token passed."""
     found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
-    by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
     read, replayed, other = found_L3.sum(0).tolist()
     if not read:
         return {}
     return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
         f"router/{name}/layer_{layer}": part / max(1.0, whole)
-        for layer, (read, replayed, other) in by_layer.items()
+        for layer, (read, replayed, other) in enumerate(found_L3.tolist())
         for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
     }
 

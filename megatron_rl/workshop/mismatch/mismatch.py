@@ -21,7 +21,6 @@ from megatron_rl.batch import Batch, collate
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import find
 from megatron_rl.models.model import Model
@@ -216,7 +215,7 @@ def measure(
     prompts = [Prompt(number, tuple(row), "", {}) for number, row in enumerate(ids.tolist())]
     params = SamplingParams(1, room - size[1])
     with served(config, stored, note) as sampler:
-        learner = Learner(model, Sections.of(whole))
+        learner = Learner(model, whole)
         for weights in dict.fromkeys((stored.base, stored.weights)):
             learner.load_hf(weights)
         compared = Comparison(learner)
