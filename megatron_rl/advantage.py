@@ -30,12 +30,7 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Float32 advantages; 0 where `keep_N` is false, or siblings are compared and none is left."""
     keep_N = keep_N.bool()
-    rewards = rewards_N.double()
-    if not bool(torch.isfinite(rewards[keep_N]).all()):
-        raise ValueError(
-            "a kept rollout has no finite reward; leave it out of keep_N or give it a score"
-        )
-    rewards = rewards.masked_fill(~keep_N, 0.0)
+    rewards = rewards_N.double().masked_fill(~keep_N, 0.0)
     if config.estimator == Estimator.none:
         return keep_N.float(), keep_N
     if config.estimator == Estimator.reinforce_pp:

@@ -169,28 +169,20 @@ def _binary_kl(p_N: Tensor, log_p_N: Tensor, q_N: Tensor, log_q_N: Tensor, tiny:
     return p_N * (log_p_N - log_q_N) + (1.0 - p_N) * (log_tail_p_N - log_tail_q_N)
 
 
-def _selected(terms: Terms, name: str) -> Tensor:
-    if terms.selected_N is None:
-        raise ValueError(
-            f"loss.name {name} needs Targets.selected_N: select_by_covariance on the global batch"
-        )
-    return terms.selected_N
-
-
 def clip_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens, drawn from a band of covariances, give no gradient."""
-    selected_N = _selected(terms, "clip_cov")
+    assert terms.selected_N is not None
     loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
-    loss_N = loss_N.detach().where(selected_N, loss_N)
-    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
+    loss_N = loss_N.detach().where(terms.selected_N, loss_N)
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": terms.selected_N}
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens pay for their distance from the anchor."""
-    selected_N = _selected(terms, "kl_cov")
+    assert terms.selected_N is not None
     loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
-    loss_N = loss_N + config.params["cov_kl_coef"] * terms.shift_N.abs() * selected_N
-    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
+    loss_N = loss_N + config.params["cov_kl_coef"] * terms.shift_N.abs() * terms.selected_N
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": terms.selected_N}
 
 
 def reinforce(terms: Terms, config: LossConfig) -> Result:

@@ -291,7 +291,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     if (
         lora is None
         or param.layer is None
-        or row.split in (Split.replicated, Split.vocab)
+        or row.split is Split.replicated
         or len(param.shapes[0]) == 1
     ):
         return ()

@@ -45,12 +45,11 @@ class Smoothing:
 
         `world`: all ranks of the learner.
         """
-        self._size = (shape.layers, len(Norm), shape.hidden)
         self._alpha = alpha
         self._every = every
         self._world = world
         self._take_activation_amax = take_activation_amax
-        self.scales_LNH = torch.ones(self._size)
+        self.scales_LNH = torch.ones(shape.layers, len(Norm), shape.hidden)
         self._repeats = False
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
 

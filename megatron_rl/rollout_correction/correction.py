@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch, OneReplica, Replicas, Share, Targets
-from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Anchor,
@@ -142,11 +141,6 @@ def rollout_correction(
     if config.non_finite == NonFinite.raise_:
         _refuse_faults(batch, replicas)
     if prox_logprobs_N is None:
-        for key in of_the_whole_batch(config):
-            raise ValueError(
-                f"{key} needs the learner's logprobs of the whole batch before the loss; they are "
-                "None"
-            )
         return _without_prox(batch, config, replicas, judge)
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     unconditional = [rule for rule in rules if rule.when is None]

@@ -78,15 +78,11 @@ def make_buckets(
         (False, place.dp, groups.tensor),
         (True, place.edp, groups.expert_tensor),
     ):
-        size = layout.tp
-        rank = place.tp
-        if expert:
-            size = layout.expert_tp
-            rank = place.etp
         own = [param for param in params if param.row.expert is expert and replica == 0]
         jobs: list[Job] = []
         filled = 0
         for param in own:
+            size, rank = param.tensor_parallel(layout, place)
             of_ranks = [param.slices(shape, layout, Place(tp=r, etp=r)) for r in range(size)]
             split = param.row.split is not Split.replicated
             made = tuple(
@@ -160,11 +156,6 @@ def full_tensors(
         outs = [job.flat(rank) for rank in range(bucket.size)]
         for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
             if own.dim is None or bucket.size == 1:
-                shape = tuple(tensor.shape)
-                if shape != own.tensor.shape:
-                    raise ValueError(
-                        f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}"
-                    )
                 yield own.tensor.name, tensor
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)

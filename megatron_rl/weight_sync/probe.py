@@ -122,17 +122,14 @@ def compare(
     mask_N: torch.Tensor,
     budget: float,
 ) -> ProbeResult:
-    sampler = sampler_logprobs_N[mask_N].double()
-    learner = learner_logprobs_N[mask_N].double()
-    sampler = sampler.cpu()
-    learner = learner.cpu()
+    sampler = sampler_logprobs_N[mask_N].double().cpu()
+    learner = learner_logprobs_N[mask_N].double().cpu()
     both = sampler.isfinite() & learner.isfinite()
     difference = learner[both] - sampler[both]
-    some = bool(both.any())
     return ProbeResult(
-        mean_abs=float(difference.abs().mean()) if some else math.nan,
-        max_abs=float(difference.abs().max()) if some else math.nan,
-        mean=float(difference.mean()) if some else math.nan,
+        mean_abs=float(difference.abs().mean()),
+        max_abs=float(difference.abs().max()) if len(difference) else math.nan,
+        mean=float(difference.mean()),
         tokens=int(mask_N.sum()),
         missing=int((~sampler.isfinite()).sum()),
         learner_missing=int((~learner.isfinite()).sum()),

@@ -283,10 +283,6 @@ def test_anchor_sampler_before_the_loss() -> None:
         assert_equal(found, correct(prox_BT, mu_BT, mask_BT, config))
         assert_rejected(found, mask_BT)
         assert found.metrics == {"rollout_corr/non_finite_sampler": 1.0}
-    with pytest.raises(ValueError, match=r"correction\.weight\.target_ess needs"):
-        rollout_correction(
-            None, mu_BT, mask_BT, CorrectionConfig(weight=WeightConfig(target_ess=0.9))
-        )
 
 
 def test_baseline_keep() -> None:

@@ -178,13 +178,6 @@ def test_no_weight_on_top_of_a_ratio_that_holds_it(name: LossName, level: str) -
     found, *_ = check_objective(config, LossConfig(name=name))
     assert found.startswith(f"correction.weight.level is {level}")
     assert check_objective(config, LossConfig(name="reinforce")) == []
-    with pytest.raises(ValueError, match=r"correction\.weight\.level: none"):
-        policy_loss(
-            inputs_for(corrected([[0.1]]), [1.0]),
-            LossConfig(name=name),
-            None,
-            config,
-        )
 
 
 def test_no_cap_is_solved_where_the_sample_size_is_not_monotone() -> None:

@@ -2,7 +2,7 @@
 arithmetic, for which it quantizes their weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merged_weight
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
-from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight, SampledWeight
+from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
@@ -68,6 +68,7 @@ class AsSampler:
         scales = None if self.smoothing is None else self.smoothing.scales_LNH
         if not self.stale and scales is self._folded:
             return
+        kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
         shared = self._shared_amax()
         for param, layer in self._layers:
             weight = merged_weight(layer)
@@ -76,9 +77,12 @@ class AsSampler:
                 weight = self.smoothing.fold(param, weight)
                 calm = self.smoothing.scale_of(param)
             made = quantize(weight, self._format, shared.get(param.megatron))
-            layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
+            here = 1  # slices of the engine
             if isinstance(layer, RowLinear):
                 layer.slices = self._engine_tp
+                here = max(1, self._engine_tp // self._model.layout.tp)
+            parts = made["weight"].chunk(here, 1)
+            layer.sampled = Sampled(tuple(kind(part, made["weight_scale"]) for part in parts), calm)
         self.stale = False
         self._folded = scales
 
@@ -95,14 +99,3 @@ class AsSampler:
         return {
             param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)
         }
-
-    def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[SampledWeight]:
-        codes = made["weight"]
-        scale = made["weight_scale"]
-        kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
-        if param.row.split is Split.row:
-            here = max(1, self._engine_tp // self._model.layout.tp)
-        else:
-            here = 1
-        for part in codes.chunk(here, 1):
-            yield kind(part, scale)

@@ -53,7 +53,7 @@ _STREAM = _Inert()
 
 
 def _on_host(device: Any) -> Any:
-    if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
+    if isinstance(device, int) or str(device).startswith("cuda"):
         return torch.device("cpu")
     return device
 
