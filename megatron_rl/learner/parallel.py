@@ -21,12 +21,11 @@ from megatron_rl.learner.modules import host  # before megatron
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
 from megatron_rl.batch import Batch
-from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.distributed import TorchGroup, exchange, receive_size
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shards import ShardGroups
-from megatron_rl.models.tensors import dtype_name, torch_dtype
+from megatron_rl.models.tensors import as_bytes, dtype_name, torch_dtype
 from megatron_rl.processes.threads import limit_new_threads_to_one_core
 
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
@@ -99,8 +98,6 @@ class LearnerRank:
                 f"{learner.data_parallel}), but WORLD_SIZE is {self.world_size}: start that many, "
                 "or change learner.data_parallel"
             )
-        for problem in pipeline(learner):
-            raise ValueError(problem)
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -181,7 +178,7 @@ def require_same_place(ours: Place) -> None:
 def _described(tensors: list[Tensor], value: Any) -> dict[str, Any]:
     """JSON for a value that has none of its own; tensors are set aside in order."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
+        tensors.append(as_bytes(value.cpu()))  # gloo knows few dtypes
         return {TENSOR: dtype_name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, Batch):
         return {BATCH: value.columns}
@@ -194,7 +191,7 @@ def _received(value: dict[str, Any]) -> Any:
     """The value that `_described` describes; tensors are received in order."""
     if TENSOR in value:
         tensor = torch.empty(value["shape"], dtype=torch_dtype(value[TENSOR]))
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(as_bytes(tensor), src=0)
         return tensor
     if BATCH in value:
         return Batch(**value[BATCH])

@@ -86,7 +86,7 @@ class DataPlane:
     def __init__(self, ranks: LearnerRank) -> None:
         self._ranks = ranks
         self._driver = ranks.is_driver
-        places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
+        places = list(ranks.layout.places())
         self._members = [
             [rank for rank, place in enumerate(places) if place.replica == one]
             for one in range(ranks.layout.dp)

@@ -110,11 +110,6 @@ def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
     return tensor * scale_H
 
 
-def column_amax(weight_OH: Tensor) -> Tensor:
-    """Largest magnitude per input channel, FP32."""
-    return weight_OH.detach().abs().amax(dim=0).float()
-
-
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
     """Powers of two per channel (last dimension) of each norm; 1 without inputs or readers."""
     known = (

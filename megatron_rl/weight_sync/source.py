@@ -25,7 +25,7 @@ from megatron_rl.models.table import Norm, Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import quantize, row_amax, sample_error
-from megatron_rl.quantization.smoothing import Smoothing, column_amax
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import (
     BUCKET_BYTES,
@@ -93,11 +93,10 @@ class ShardSource:
         have none.
         """
         shards = self._begin(parameters)
+        passes = [self._run(bucket, shards) for bucket in self._buckets]
         if self._writes_scales:
-            scales = [self._scale_values(_device(shards))]
-        else:
-            scales = []
-        return iter([*(self._run(bucket, shards) for bucket in self._buckets), *scales])
+            passes.append(self._scale_values(_device(shards)))
+        return iter(passes)
 
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
@@ -258,7 +257,7 @@ class ShardSource:
             ):
                 if len(outs) == 1 or not part.numel():
                     continue
-                amax_H = column_amax(part)
+                amax_H = part.detach().abs().amax(dim=0).float()
                 if not torch.isfinite(amax_H).all():
                     self._fail(f"{piece.name}: {DIVERGED}")
                     continue

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import TensorSpec, as_bytes, torch_dtype
-from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import this_rank
 from megatron_rl.weight_sync.wire import checksum
@@ -79,11 +78,6 @@ class WholeSource:
         steps = [
             step for written in exchange(mine) for step in msgspec.convert(written, list[Step])
         ]
-        keys = [step.key for step in steps]
-        if len(set(keys)) < len(keys):
-            raise WeightSyncError(
-                "two ranks claim to write the same weights: the ranks' places do not fit the layout"
-            )
         return tuple(sorted(steps, key=lambda step: step.key))
 
     def _walk(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -39,11 +39,6 @@ class Sampled:
     # smoothing: the weight was multiplied by it, so inputs are divided
     calm_K: Tensor | None = None
 
-    def calmed(self, x_MK: Tensor) -> Tensor:
-        if self.calm_K is None:
-            return x_MK
-        return x_MK / self.calm_K.to(x_MK)
-
 
 class ColumnLinear(ColumnParallelLinear):
     """megatron-core's column-parallel layer, until it is given a quantized weight."""
@@ -67,8 +62,11 @@ class _Column(torch.autograd.Function):
         assert layer.sampled is not None
         if layer.sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=layer.tp_group)
+        x_MK = input.flatten(0, -2)
+        if layer.sampled.calm_K is not None:
+            x_MK = x_MK / layer.sampled.calm_K.to(x_MK)
         (weight_NK,) = layer.sampled.parts
-        codes_MK, scale_M1 = weight_NK.codes(layer.sampled.calmed(input.flatten(0, -2)))
+        codes_MK, scale_M1 = weight_NK.codes(x_MK)
         out_MN = weight_NK.product(codes_MK, scale_M1, bias, input.dtype)
         return out_MN.view(*input.shape[:-1], -1)
 
