@@ -13,6 +13,7 @@ keeps the reason in `failure`, which the caller exchanges over all ranks.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,11 +38,24 @@ from megatron_rl.weight_sync.buckets import (
     make_buckets,
 )
 from megatron_rl.weight_sync.engine_shards import Cut
-from megatron_rl.weight_sync.transports import SyncSeconds
 
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
 PLAIN = torch.bfloat16  # what the sampler holds unquantized tensors in
+
+
+@dataclass
+class SyncSeconds:
+    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver
+    waits for `load`.
+    """
+
+    plan: float = 0.0  # this rank's
+    quantize: float = 0.0
+    gather: float = 0.0
+    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
+    load: float = 0.0  # verifying, building and swapping in the sampler
+    total: float = 0.0
 
 
 class ShardSource:
