@@ -121,7 +121,8 @@ class SafetensorsWriter:
         wanted = spec_of(name, stored)
         if spec != wanted:
             raise ValueError(
-                f"{name} is {spec.dtype} {spec.shape}, its place is {wanted.dtype} {wanted.shape}"
+                f"{name} is {tensor.dtype} {spec.shape}, its place is {torch_dtype(wanted.dtype)} "
+                f"{wanted.shape}"
             )
         self._put(stored.start, as_bytes(tensor.cpu()).numpy().data)
         self.missing.discard(name)
