@@ -49,20 +49,13 @@ class Segments:
         wide_N = values_N
         if values_N.is_cuda or values_N.dtype not in (torch.float32, torch.float64):
             wide_N = values_N.double()
-        sums_R = self._reduced(wide_N, "sum", 0.0)
-        if self.unit_R is not None:
-            sums_R = sums_R.double()
-            sums_R = sums_R.new_zeros(self.units).index_add_(0, self.unit_R, sums_R)
-        return sums_R.to(values_N.dtype)
+        return self._over_units(self._reduced(wide_N, "sum", 0.0)).to(values_N.dtype)
 
     def count(self, mask_N: Tensor) -> Tensor:
         """int64 [U]: tokens under the mask."""
         if mask_N.is_cuda:
             return self.sum(mask_N.double()).long()
-        counts_R = self._reduced(mask_N, "sum", 0, dtype=np.int64)
-        if self.unit_R is None:
-            return counts_R
-        return counts_R.new_zeros(self.units).index_add_(0, self.unit_R, counts_R)
+        return self._over_units(self._reduced(mask_N, "sum", 0, dtype=np.int32)).long()
 
     def extreme(self, values_N: Tensor, largest: bool) -> Tensor:
         """[U]; infinite for a unit without tokens."""
@@ -119,8 +112,15 @@ class Segments:
         filled = self._lengths > 0
         return None if filled.all() else filled
 
+    def _over_units(self, sums_R: Tensor) -> Tensor:
+        """The sum over the runs of each unit, in float64 if it has several."""
+        if self.unit_R is None:
+            return sums_R
+        sums_R = sums_R.double()
+        return sums_R.new_zeros(self.units).index_add_(0, self.unit_R, sums_R)
+
     def _at_runs(self, values_R: Tensor) -> Tensor:
-        return Segments(self.lengths_R, self.tokens, len(self.lengths_R)).at_tokens(values_R)
+        return Segments.rows(self.lengths_R, self.tokens).at_tokens(values_R)
 
     def _reduced(self, values_N: Tensor, by: str, none: float, dtype: Any = None) -> Tensor:
         if values_N.is_cuda:

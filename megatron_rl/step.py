@@ -81,6 +81,8 @@ class Step:
     def metrics(self) -> dict[str, float]:
         """Metrics of the mismatch and of the correction."""
         prox_N = self.correction.prox_logprobs_N
+        if prox_N is None:
+            return self.correction.metrics
         return {
             **mismatch_by_format(prox_N, self.share),
             **mismatch_by_age(prox_N, self.share, self.version),

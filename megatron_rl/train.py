@@ -26,7 +26,6 @@ from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.router_replay import check as check_replay
-from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import dump_on_oom
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.model import Model
@@ -66,7 +65,7 @@ def train(
         driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-        learner = Learner(model, Sections.of(config), run_dir / "dumps", rank0.note)
+        learner = Learner(model, config, run_dir / "dumps", rank0.note)
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         after_driver.callback(learner.close)
         rank0.join(learner)

@@ -43,7 +43,6 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.learner.policy import Sections
     from megatron_rl.models.model import Model
     from megatron_rl.rank0 import Rank0
     from megatron_rl.rollout.collect import sampling_params
@@ -55,7 +54,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     base = load(recipe)
     with Driver(base, to_yaml(base), folder / "run") as driver:
         model = Model.read(base.model.path, base.learner)
-        learner = Learner(model, Sections.of(base))
+        learner = Learner(model, base)
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         rank0 = Rank0(driver)
         rank0.join(learner)

@@ -59,7 +59,6 @@ class Corrected:
     denominator_mask_BT: Tensor
     metrics: dict[str, float]
     rejected_B: Tensor
-    cap: float | None
 
 
 def rollout_correction(
@@ -76,9 +75,7 @@ def rollout_correction(
     matrices = (
         one.view(mask_BT.shape) for one in (found.weights_N, found.mask_N, found.denominator_mask_N)
     )
-    return Corrected(
-        found, prox_BT, sampler_BT, *matrices, found.metrics, found.rejected_B, found.cap
-    )
+    return Corrected(found, prox_BT, sampler_BT, *matrices, found.metrics, found.rejected_B)
 
 
 @dataclass(frozen=True)

@@ -93,22 +93,11 @@ def test_equal_rewards_are_exactly_zero() -> None:
     assert float(advantages_N.abs().max()) < 1e-8
 
 
-def test_refusals() -> None:
+def test_maxrl_refuses_negative_rewards() -> None:
     with pytest.raises(ValueError, match=r"lowest is -1\.0"):
         group_advantages(
             torch.tensor([2.0, -1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl")
         )
-    with pytest.raises(ValueError, match="no finite reward"):
-        group_advantages(
-            torch.tensor([math.nan, 1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig()
-        )
-    with pytest.raises(ValueError, match=r"advantage\.estimator is 'gae'"):
-        group_advantages(
-            torch.ones(2),
-            torch.zeros(2),
-            torch.ones(2),
-            AdvantageConfig("gae"),
-        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 # patches the host before megatron is imported
-from megatron_rl.learner.policy import Policy, Sections
+from megatron_rl.learner.policy import Policy
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 from megatron_rl.batch import Batch, Share, places_of
 from megatron_rl.config.fleet import replica_formats
-from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
+from megatron_rl.config.schema import (
+    Config,
+    Format,
+    Forward,
+    KvCache,
+    Precision,
+    QuantizationSection,
+)
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.as_sampler import AsSampler
 from megatron_rl.learner.modules.context import split
@@ -46,11 +53,11 @@ class ForwardPasses(Policy):
 
     profiler: Profiler
 
-    def __init__(self, model: Model, sections: Sections) -> None:
-        super().__init__(model, sections)
-        quantization = sections.quantization
-        sampler = sections.sampler
-        self.rollout = sections.rollout
+    def __init__(self, model: Model, config: Config) -> None:
+        super().__init__(model, config)
+        quantization = config.quantization
+        sampler = config.sampler
+        self.rollout = config.rollout
         self.plane = DataPlane(self.ranks)
         self._attention = attention_share(self.model)
         self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
@@ -270,10 +277,7 @@ class ForwardPasses(Policy):
         """
         if self._replay is None or not self._replay.replays:
             return {}
-        experts_at = [
-            layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers
-        ]
-        return shares(self.ranks.sum(self._replay.take()), experts_at)
+        return shares(self.ranks.sum(self._replay.take()))
 
     # packs
 

@@ -8,9 +8,9 @@ B rows of a batch, N response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batch import Batch, Share, Targets
+from megatron_rl.config.schema import Config
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.modules.head import Scores
-from megatron_rl.learner.modules.logprobs import Truncation
 from megatron_rl.learner.modules.packing import Pack, in_one_copy
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
-from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import (
@@ -54,13 +53,13 @@ class Learner(ForwardPasses):
     def __init__(
         self,
         model: Model,
-        sections: Sections,
+        config: Config,
         dump_dir: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        super().__init__(model, sections)
-        self.loss = sections.loss
-        self.correction = sections.correction
+        super().__init__(model, config)
+        self.loss = config.loss
+        self.correction = config.correction
         # of each stage one
         speaks = (self.place.replica, self.place.tp, self.place.cp) == (
             0,
@@ -68,7 +67,7 @@ class Learner(ForwardPasses):
             0,
         )
         self.profiler = Profiler(
-            sections.log.profile_steps, dump_dir, self.rank if speaks else None, note
+            config.log.profile_steps, dump_dir, self.rank if speaks else None, note
         )
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_logprobs_N: Tensor | None = None
@@ -143,16 +142,13 @@ class Learner(ForwardPasses):
         batch = share.batch
         if self.layout.pp > 1 and len(share.rows_of) > 1:
             batch = replace(batch, experts_PLK=None)
-        of_batch = self.plane.collect(share, batch.columns, batch)
-        of_targets = self.plane.collect(share, targets.columns, targets)
+        of_batch: dict[str, Any] = self.plane.collect(share, batch.columns, batch)
+        of_targets: dict[str, Any] = self.plane.collect(share, targets.columns, targets)
         if not self.is_driver:
             return None
-        # columns that there are not
-        nothing: list[dict[str, Any]] = [
-            {one.name: None for one in fields(kind)} for kind in (Batch, Targets)
-        ]
-        whole = Batch(**nothing[0] | of_batch), Targets(**nothing[1] | of_targets)
-        return whole[0].rows(minibatch), whole[1].rows(minibatch)
+        whole_batch = replace(batch, **of_batch)
+        whole_targets = replace(targets, **of_targets)
+        return whole_batch.rows(minibatch), whole_targets.rows(minibatch)
 
     def take_own_logprobs(self) -> Tensor | None:
         """Logprobs of the replica's response tokens by the last update's forward pass, where it had
@@ -189,10 +185,11 @@ class Learner(ForwardPasses):
         entropy = (scores.entropy_N.detach() * targets.mask_N).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
         if scores.truncation is not None:
-            found |= {
-                name: value / about.tokens
-                for name, value in _sums(scores.truncation, targets.mask_N)
-            }
+            trained_N = targets.mask_N
+            outside_N = scores.truncation.outside_N
+            found[OUTSIDE_SUPPORT] = (outside_N & trained_N).sum() / about.tokens
+            log_mass_N = scores.truncation.log_mass_N
+            found[KEPT_LOG_MASS] = (log_mass_N * trained_N).sum() / about.tokens
         return loss, unused, (found, scores.logprobs_N.detach())
 
     def _step(
@@ -221,12 +218,6 @@ class Learner(ForwardPasses):
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
-
-
-def _sums(found: Truncation, mask_N: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Over the tokens that are trained on."""
-    yield OUTSIDE_SUPPORT, (found.outside_N.float() * mask_N).sum()
-    yield KEPT_LOG_MASS, (found.log_mass_N * mask_N).sum()
 
 
 def on_device(targets: Targets, rows: Sequence[int], device: torch.device) -> Targets:

@@ -8,8 +8,8 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ from megatron_rl.learner.modules import host  # before megatron
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
 from megatron_rl.batch import Batch
-from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.distributed import TorchGroup, exchange, receive_size
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shards import ShardGroups
-from megatron_rl.models.tensors import dtype_name, torch_dtype
+from megatron_rl.models.tensors import as_bytes, dtype_name, torch_dtype
 from megatron_rl.processes.threads import limit_new_threads_to_one_core
 
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
-_SENDABLE = {cls.__name__: cls for cls in (Batch,)}
+# keys of JSON objects that stand for what JSON lacks
+TENSOR = "__tensor__"
+BATCH = "__batch__"
 
 
 class LearnerRank:
@@ -97,8 +98,6 @@ class LearnerRank:
                 f"{learner.data_parallel}), but WORLD_SIZE is {self.world_size}: start that many, "
                 "or change learner.data_parallel"
             )
-        for problem in pipeline(learner):
-            raise ValueError(problem)
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -120,8 +119,8 @@ class LearnerRank:
         if not self.is_driver:
             data = torch.empty(receive_size(), dtype=torch.uint8)
             dist.broadcast(data, src=0)
-            return _receive(json.loads(bytes(data.tolist()).decode()))
-        header = json.dumps(_describe(value, tensors)).encode()
+            return json.loads(bytes(data.tolist()), object_hook=_received)
+        header = json.dumps(value, default=partial(_described, tensors)).encode()
         dist.broadcast(torch.tensor([len(header)]), src=0)
         dist.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), src=0)
         for tensor in tensors:
@@ -176,40 +175,27 @@ def require_same_place(ours: Place) -> None:
         )
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """A JSON description of the value, its tensors set aside in order."""
+def _described(tensors: list[Tensor], value: Any) -> dict[str, Any]:
+    """JSON for a value that has none of its own; tensors are set aside in order."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
-        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape)}
-    if is_dataclass(value) and type(value).__name__ in _SENDABLE:
-        parts = {
-            field.name: _describe(getattr(value, field.name), tensors) for field in fields(value)
-        }
-        return {"object": type(value).__name__, "parts": parts}
-    if isinstance(value, Mapping):
-        return {"map": {str(key): _describe(item, tensors) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_describe(item, tensors) for item in value]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"plain": value}
+        tensors.append(as_bytes(value.cpu()))  # gloo knows few dtypes
+        return {TENSOR: dtype_name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, Batch):
+        return {BATCH: value.columns}
     raise TypeError(
         f"cannot broadcast a {type(value).__name__}: tensors, Batch and JSON values only"
     )
 
 
-def _receive(description: dict[str, Any]) -> Any:
-    if "tensor" in description:
-        tensor = torch.empty(description["shape"], dtype=torch_dtype(description["tensor"]))
-        dist.broadcast(tensor, src=0)
+def _received(value: dict[str, Any]) -> Any:
+    """The value that `_described` describes; tensors are received in order."""
+    if TENSOR in value:
+        tensor = torch.empty(value["shape"], dtype=torch_dtype(value[TENSOR]))
+        dist.broadcast(as_bytes(tensor), src=0)
         return tensor
-    if "object" in description:
-        parts = {name: _receive(part) for name, part in description["parts"].items()}
-        return _SENDABLE[description["object"]](**parts)
-    if "map" in description:
-        return {key: _receive(item) for key, item in description["map"].items()}
-    if "list" in description:
-        return [_receive(item) for item in description["list"]]
-    return description["plain"]
+    if BATCH in value:
+        return Batch(**value[BATCH])
+    return value
 
 
 def _device() -> torch.device:

@@ -1,12 +1,11 @@
 """Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights,
-names parameters; random states, memory returned to engines; `Sections`: the part of a config that a
-learner looks at.
+names parameters; random states, memory returned to engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,41 +39,21 @@ RANDOM = "rng."
 TRACKER = f"{RANDOM}tracker."
 
 
-@dataclass(frozen=True)
-class Sections:
-    """The sections of a config that a learner looks at."""
-
-    run: schema.RunSection
-    learner: schema.LearnerSection
-    optim: schema.OptimSection
-    loss: schema.LossConfig
-    correction: schema.CorrectionConfig
-    rollout: schema.RolloutSection
-    quantization: schema.QuantizationSection
-    # who sleeps on these devices, and how long ranks wait for its answers
-    sampler: schema.SamplerSection
-    log: schema.LogSection
-
-    @classmethod
-    def of(cls, config: schema.Config) -> Sections:
-        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
-
-
 class Policy:
     """A rank's modules, optimizer and place; every rank makes one and calls the same methods."""
 
-    def __init__(self, model: Model, sections: Sections) -> None:
-        host.require(sections.run.device)
+    def __init__(self, model: Model, config: schema.Config) -> None:
+        host.require(config.run.device)
         self.model = model
         self.shape = model.shape
         self.layout = model.layout
-        self.run = sections.run
-        self.learner = sections.learner
-        self.optim = sections.optim
+        self.run = config.run
+        self.learner = config.learner
+        self.optim = config.optim
         timeout_s = collective_timeout_s(
-            sections.run.hang_timeout_s,
-            sections.sampler.start_timeout_s,
-            sections.sampler.request_timeout_s,
+            config.run.hang_timeout_s,
+            config.sampler.start_timeout_s,
+            config.sampler.request_timeout_s,
         )
         self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, timeout_s)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
@@ -93,7 +72,7 @@ class Policy:
         self.left_out_in_a_row = 0  # updates, that were not finite
         # by forward passes since the last sync: a checkpoint keeps them
         self.measured: dict[str, Tensor] = {}
-        self._engine_sleeps = sections.sampler.sleep != Sleep.none
+        self._engine_sleeps = config.sampler.sleep != Sleep.none
         self.megatron_config = transformer_config(model, self.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         if self.shape.lora is not None:
@@ -159,11 +138,7 @@ class Policy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's shards; layer and expert numbers in names count over the whole model."""
-        experts = self.shape.experts
-        if experts:
-            first_expert = self.layout.local_experts(experts, self.place.ep).start
-        else:
-            first_expert = 0
+        first_expert = self.layout.local_experts(self.shape.experts, self.place.ep).start
         for first_layer, module in self.numbered_modules:
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter

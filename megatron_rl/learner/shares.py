@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_rl.batch import Batch, Rows, Share, Table, places_of
 from megatron_rl.learner.modules.packing import assign_rows, costs_of
 from megatron_rl.learner.parallel import LearnerRank
-from megatron_rl.models.tensors import dtype_name, torch_dtype
 
 PIECE_BYTES = 32 << 20
 
@@ -45,7 +44,7 @@ class About:
     table: Table
     trained_B: Tensor  # bool: rows with a token that is trained on
     kept_sizes_B: Tensor  # ids in `kept_ids_K`
-    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of one entry
+    columns: Mapping[str, Tensor]  # without entries: dtype, and shape of one
 
     @classmethod
     def of(cls, batch: Batch) -> "About":
@@ -53,9 +52,7 @@ class About:
         kept = batch.kept_ids_K is not None
         kept_sizes_B = batch.kept_sizes_B if kept else torch.zeros(len(batch))
         columns = {
-            name: (column.dtype, tuple(column.shape[1:]))
-            for name, column in batch.columns.items()
-            if not name.endswith("_B")
+            name: column[:0] for name, column in batch.columns.items() if not name.endswith("_B")
         }
         return cls(batch.table, trained_B, kept_sizes_B.long(), columns)
 
@@ -89,7 +86,7 @@ class DataPlane:
     def __init__(self, ranks: LearnerRank) -> None:
         self._ranks = ranks
         self._driver = ranks.is_driver
-        places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
+        places = list(ranks.layout.places())
         self._members = [
             [rank for rank, place in enumerate(places) if place.replica == one]
             for one in range(ranks.layout.dp)
@@ -107,7 +104,6 @@ class DataPlane:
         # of the ranks that share a replica, and of those that share its stage
         self._group = self._group_of(self._members)
         self._stage_group = self._group_of([stage for stages in self._stages for stage in stages])
-        self.sent = self.received = 0  # bytes, on this rank
 
     def _group_of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """A group of those of this rank's part; None: the world, or one rank."""
@@ -125,19 +121,10 @@ class DataPlane:
             about = About.of(batch)
             told = {
                 "table": about.table.columns,
-                "rows": [about.trained_B, about.kept_sizes_B],
-                "columns": {
-                    name: [dtype_name(dtype), list(shape)]
-                    for name, (dtype, shape) in about.columns.items()
-                },
+                "about": [about.trained_B, about.kept_sizes_B, about.columns],
             }
         told = self._ranks.broadcast(told)
-        columns = {
-            name: (torch_dtype(dtype), tuple(shape))
-            for name, (dtype, shape) in told["columns"].items()
-        }
-        trained_B, kept_sizes_B = told["rows"]
-        return About(Table(**told["table"]), trained_B, kept_sizes_B, columns)
+        return About(Table(**told["table"]), *told["about"])
 
     def hand_out(self, batch: Batch | None, about: About, rows_of: Sequence[Tensor]) -> Share:
         """This replica's rows of the driver's batch."""
@@ -165,7 +152,9 @@ class DataPlane:
         layers: list[int] | None,
     ) -> Tensor:
         """Rows of a column to the ranks that share them."""
-        dtype, shape = about.columns[name]
+        sample = about.columns[name]
+        dtype = sample.dtype
+        shape: Sequence[int] = sample.shape[1:]
         sizes = about.sizes(name)
         if layers is not None:
             shape = (len(layers), *shape[1:])
@@ -249,7 +238,7 @@ class DataPlane:
         if not name.endswith("_PLK") or len(stages) == 1:
             yield self._members[replica], None
             return
-        layers = about.columns[name][1][0]
+        layers = about.columns[name].shape[1]
         for stage, members in enumerate(stages):
             yield members, layout.own_layers(layers, stage)
 
@@ -262,19 +251,12 @@ class DataPlane:
             self._move(data, 0, first)
         if self._ranks.rank in members and len(members) > 1:
             dist.broadcast(_bytes(data), src=first, group=group)
-            self._count(data, first)
 
     def _move(self, data: Tensor, source: int, to: int) -> None:
         if self._ranks.rank == source:
             dist.send(_bytes(data), to)
         else:
             dist.recv(_bytes(data), source)
-        self._count(data, source)
-
-    def _count(self, data: Tensor, source: int) -> None:
-        sends = self._ranks.rank == source
-        self.sent = self.sent + sends * data.nbytes
-        self.received = self.received + (not sends) * data.nbytes
 
 
 def _pieces(rows: Tensor, sizes_B: Tensor, entry_bytes: int) -> Iterator[Tensor]:

@@ -47,11 +47,15 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
             if name.endswith(".bias"):
                 return torch.zeros(size)
             return torch.ones(size)
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        generator = _generator(seed, name)
         width = std / math.sqrt(2 * shape.layers) if name in residual else std
         return torch.randn(size, generator=generator) * width
 
     return get
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
 
 
 def with_new_adapters(
@@ -66,7 +70,7 @@ def with_new_adapters(
             return get_hf(name)
         made = torch.zeros(sizes[name])
         if name.endswith("lora_A.weight"):
-            generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+            generator = _generator(seed, name)
             made.uniform_(-1, 1, generator=generator).mul_(sizes[name][1] ** -0.5)
         return made
 

@@ -6,6 +6,7 @@ The covariance of a token is (A - mean A) (p - mean p): a large one drives entro
 Shape legend: N response tokens, B rows.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +33,7 @@ def select_by_covariance(
     selects = LOSSES[config.name].selects
     if not selects:
         return None
-    if prox_logprobs_N is None:
-        raise ValueError(f"loss.name {config.name} selects by the proximal logprobs; they are None")
+    assert prox_logprobs_N is not None, "the config has made sure"
     rows = share.batch.responses
     prox_N = prox_logprobs_N.double().masked_fill(~mask_N, 0.0)
     advantages_N = rows.at_tokens(advantages_B.double()).masked_fill(~mask_N, 0.0)
@@ -72,10 +72,7 @@ def _first(keys: Tensor, count: int, replicas: Replicas) -> Tensor:
 
 
 def _ordered(keys: Tensor) -> Tensor:
-    order = torch.arange(keys.shape[1])
-    for key in keys.flip(0):
-        order = order[key[order].argsort(stable=True)]
-    return order
+    return torch.from_numpy(np.lexsort(keys.flip(0).numpy()))
 
 
 def _draws(prox_N: Tensor, covariance_N: Tensor, place_N: Tensor, seed: int) -> Tensor:

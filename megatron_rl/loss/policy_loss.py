@@ -24,7 +24,6 @@ from megatron_rl.config.schema import (
     CorrectionConfig,
     KlOn,
     KlTo,
-    Level,
     LossConfig,
     Reduction,
 )
@@ -33,15 +32,6 @@ from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
-
-__all__ = [
-    "LossConfig",
-    "Totals",
-    "count_totals",
-    "policy_loss",
-    "reduction_of",
-    "seen_tokens",
-]
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ def policy_loss(
     mismatch: dict[str, Tensor] = {}
     now_N = logprobs_N.detach()
     if correction is not None and correction.anchor != Anchor.prox:
-        targets, mismatch = _anchored_to_sampler(now_N, targets, config, correction, totals)
+        targets, mismatch = _anchored_to_sampler(now_N, targets, correction, totals)
     elif targets.anchor_logprobs_N is None:
         targets = _anchored_to_itself(now_N, targets, correction)
     terms = _terms(logprobs_N, targets)
@@ -130,11 +120,7 @@ def policy_loss(
         loss = loss + config.kl_coef * penalty
         metrics["loss/kl"] = penalty.detach()
     if config.entropy_coef != 0.0:
-        if entropy_N is None:
-            raise ValueError(
-                f"loss.entropy_coef is {config.entropy_coef}, which needs the entropy; there is "
-                "none"
-            )
+        assert entropy_N is not None
         entropy = reduced(entropy_N.to(seen_logprobs_N.dtype), seen_N, scale_N)
         loss = loss - config.entropy_coef * entropy
         metrics["loss/entropy"] = entropy.detach()
@@ -186,10 +172,7 @@ def _penalty(targets: Targets, config: LossConfig, logprobs_N: Tensor, seen_N: T
         KlTo.anchor: targets.anchor_logprobs_N,
     }
     other_N = there[config.kl_to]
-    if other_N is None:
-        raise ValueError(
-            f"loss.kl_coef is {config.kl_coef}, which needs {config.kl_to} logprobs; there are none"
-        )
+    assert other_N is not None
     other_N = other_N.detach().to(logprobs_N.dtype).masked_fill(~seen_N, 0.0)
     if config.kl_to == KlTo.reference:
         plain_N = divergence(config.kl_estimator, logprobs_N, other_N)
@@ -252,13 +235,12 @@ def row_scale(targets: Targets, reduction: Reduction, totals: Totals) -> Tensor:
         return filled_B / max(1, totals.sequences)
     if reduction == Reduction.seq_mean_token_sum_norm:
         return filled_B / max(1, totals.sequences) / max(1, totals.horizon)
-    if reduction == Reduction.prompt_mean:
-        if totals.prompts == 0:
-            return filled_B
-        place_B = torch.searchsorted(totals.prompt_ids_P, targets.groups_B)
-        tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
-        return filled_B / tokens_B / totals.prompts
-    raise ValueError(f"loss.reduction is {reduction!r}; one of {', '.join(Reduction)}")
+    # the prompts' mean
+    if totals.prompts == 0:
+        return filled_B
+    place_B = torch.searchsorted(totals.prompt_ids_P, targets.groups_B)
+    tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
+    return filled_B / tokens_B / totals.prompts
 
 
 def _anchored_to_itself(
@@ -275,22 +257,11 @@ def _anchored_to_itself(
 
 
 def _anchored_to_sampler(
-    now_N: Tensor,
-    targets: Targets,
-    config: LossConfig,
-    correction: CorrectionConfig,
-    totals: Totals,
+    now_N: Tensor, targets: Targets, correction: CorrectionConfig, totals: Totals
 ) -> tuple[Targets, dict[str, Tensor]]:
     """`anchor: sampler`: the ratio is pi over mu. `interpolated`: over a policy between the two,
     and that over mu.
     """
-    by_sampler = correction.anchor == Anchor.sampler
-    if by_sampler and correction.weight.level != Level.none and LOSSES[config.name].ratio:
-        raise ValueError(
-            f"correction.weight.level is {correction.weight.level} with correction.anchor sampler "
-            f"and loss.name {config.name}, whose ratio already holds the mismatch; set "
-            "correction.weight.level: none, or loss.name: reinforce"
-        )
     sampler_N = targets.sampler_logprobs_N
     ratio, weights_N, mask_N = correct_micro_batch(now_N, targets, correction)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
@@ -298,21 +269,12 @@ def _anchored_to_sampler(
     # sums over these rows' tokens, divided so that those of micro-batches add up to means over the
     # batch
     mismatch = {name: total / max(1, totals.measured) for name, total in token_sums(ratio).items()}
-    if not by_sampler:
-        anchor_N = _between(anchor_N, now_N, targets.staleness_N)
+    if correction.anchor == Anchor.interpolated:
+        assert targets.staleness_N is not None
+        # before this update, on a line of equal steps from the policy that sampled the token
+        share_N = targets.staleness_N / (targets.staleness_N + 1.0)
+        anchor_N = anchor_N + share_N * (now_N - anchor_N)
         ratio, weights_N, mask_N = correct_micro_batch(anchor_N, targets, correction)
     mismatch[MASKED_FRACTION] = (ratio.stays_N & ~mask_N).sum() / max(1, totals.tokens)
     corrected = replace(targets, anchor_logprobs_N=anchor_N, weights_N=weights_N, mask_N=mask_N)
     return corrected, mismatch
-
-
-def _between(sampler_N: Tensor, current_N: Tensor, staleness_N: Tensor | None) -> Tensor:
-    """The policy before this update, taken to lie on a line of equal steps from the one that
-    sampled the token.
-    """
-    if staleness_N is None:
-        raise ValueError(
-            "correction.anchor is interpolated, which needs each token's staleness; there is none"
-        )
-    share_N = staleness_N / (staleness_N + 1.0)
-    return sampler_N + share_N * (current_N - sampler_N)

@@ -60,17 +60,21 @@ def _clipped_surrogate(terms: Terms, ratio_N: Tensor, config: LossConfig) -> Res
     plain_N = -a_N * ratio_N
     bounded_N = -a_N * ratio_N.clamp(*_band(config))
     loss_N = plain_N.maximum(bounded_N)
-    active_N = bounded_N > plain_N
-    clipped = {
-        "clip_fraction_high": active_N & (a_N > 0),
-        "clip_fraction_low": active_N & (a_N < 0),
-    }
+    clipped = _by_sign(bounded_N > plain_N, a_N)
     dual_clip = config.params["dual_clip"]
     if dual_clip is not None:
         ceiling_N = -dual_clip * a_N
         clipped["dual_clip_fraction"] = (a_N < 0) & (loss_N > ceiling_N)
         loss_N = loss_N.minimum(ceiling_N).where(a_N < 0, loss_N)
     return loss_N, clipped
+
+
+def _by_sign(active_N: Tensor, advantages_N: Tensor) -> dict[str, Tensor]:
+    """Where a clip is active, for positive and for negative advantages."""
+    return {
+        "clip_fraction_high": active_N & (advantages_N > 0),
+        "clip_fraction_low": active_N & (advantages_N < 0),
+    }
 
 
 def _band(config: LossConfig) -> tuple[float, float]:
@@ -130,11 +134,7 @@ def gmpo(terms: Terms, config: LossConfig) -> Result:
     # the token carries its own part of the gradient and no other's
     row_N = terms.row_mean(step_N) + step_N - step_N.detach()
     weight_N = terms.row_mean(terms.weights_N.masked_fill(~terms.mask_N, 1.0).log()).exp()
-    active_N = bounded_N < plain_N
-    clipped = {
-        "clip_fraction_high": active_N & (sign_N > 0),
-        "clip_fraction_low": active_N & (sign_N < 0),
-    }
+    clipped = _by_sign(bounded_N < plain_N, sign_N)
     return -terms.advantages_N * terms.exp(row_N) * weight_N, clipped
 
 
@@ -169,28 +169,20 @@ def _binary_kl(p_N: Tensor, log_p_N: Tensor, q_N: Tensor, log_q_N: Tensor, tiny:
     return p_N * (log_p_N - log_q_N) + (1.0 - p_N) * (log_tail_p_N - log_tail_q_N)
 
 
-def _selected(terms: Terms, name: str) -> Tensor:
-    if terms.selected_N is None:
-        raise ValueError(
-            f"loss.name {name} needs Targets.selected_N: select_by_covariance on the global batch"
-        )
-    return terms.selected_N
-
-
 def clip_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens, drawn from a band of covariances, give no gradient."""
-    selected_N = _selected(terms, "clip_cov")
+    assert terms.selected_N is not None
     loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
-    loss_N = loss_N.detach().where(selected_N, loss_N)
-    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
+    loss_N = loss_N.detach().where(terms.selected_N, loss_N)
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": terms.selected_N}
 
 
 def kl_cov(terms: Terms, config: LossConfig) -> Result:
     """PPO whose selected tokens pay for their distance from the anchor."""
-    selected_N = _selected(terms, "kl_cov")
+    assert terms.selected_N is not None
     loss_N, clipped = _clipped_surrogate(terms, terms.ratio_N, config)
-    loss_N = loss_N + config.params["cov_kl_coef"] * terms.shift_N.abs() * selected_N
-    return loss_N * terms.weights_N, clipped | {"selected_fraction": selected_N}
+    loss_N = loss_N + config.params["cov_kl_coef"] * terms.shift_N.abs() * terms.selected_N
+    return loss_N * terms.weights_N, clipped | {"selected_fraction": terms.selected_N}
 
 
 def reinforce(terms: Terms, config: LossConfig) -> Result:

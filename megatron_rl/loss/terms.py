@@ -72,6 +72,4 @@ def divergence(estimator: Divergence, logprobs_N: Tensor, ref_N: Tensor) -> Tens
         return shift_N.abs()
     if estimator == Divergence.k2:
         return 0.5 * shift_N.square()
-    if estimator == Divergence.k3:
-        return (-shift_N).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1() + shift_N
-    raise ValueError(f"loss.kl_estimator is {estimator!r}; one of {', '.join(Divergence)}")
+    return (-shift_N).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1() + shift_N

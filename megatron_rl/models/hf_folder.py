@@ -15,24 +15,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
 from megatron_rl.files import replacing, write_whole
-from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
+from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
     SINGLE,
     Stored,
     companions,
-    header_entries,
     placed,
     read_header,
     weight_files,
 )
 
 FILE_BYTES = 5 << 30
-LARGEST_PIECE = 1 << 30  # the kernel reads and writes no more than 2 GiB at once
+LARGEST_PIECE = 1 << 30  # the kernel writes no more than 2 GiB at once
 # by their name in safetensors
 _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}
 
@@ -84,17 +84,10 @@ class HfFolder:
 
 def read_stored(name: str, stored: Stored) -> torch.Tensor:
     spec = spec_of(name, stored)
-    values = torch.empty(stored.nbytes, dtype=torch.uint8)
-    with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.start)
-        view = values.numpy().data
-        at = 0
-        while at < len(view):
-            count = file.readinto(view[at : at + LARGEST_PIECE])
-            if not count:
-                raise ValueError(f"{stored.file} is cut off in the middle of {name}")
-            at += count
-    return values.view(torch_dtype(spec.dtype)).view(stored.shape)
+    values = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
+    if len(values) < stored.nbytes:
+        raise ValueError(f"{stored.file} is cut off in the middle of {name}")
+    return torch.from_numpy(values).view(torch_dtype(spec.dtype)).view(stored.shape)
 
 
 def spec_of(name: str, stored: Stored) -> TensorSpec:
@@ -111,9 +104,8 @@ class SafetensorsWriter:
     def __init__(self, path: Path, header: bytes) -> None:
         """`header`: of `make_header`, or an existing file's own, to be reproduced exactly."""
         self.path = path
-        self._entries = header_entries(header, path)
-        self.missing = set(self._entries)
-        self._base = 8 + len(header)
+        self._placed = placed(header, path)
+        self.missing = set(self._placed)
         self._whole = ExitStack()
         self._file = self._whole.enter_context(
             self._whole.enter_context(replacing(path)).open("wb", buffering=0)
@@ -121,23 +113,18 @@ class SafetensorsWriter:
         self._put(0, memoryview(struct.pack("<Q", len(header)) + header))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._placed
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        entry = self._entries[name]
-        if entry.dtype not in _DTYPE_NAMES:
+        stored = self._placed[name]
+        spec = TensorSpec.of(name, tensor)
+        wanted = spec_of(name, stored)
+        if spec != wanted:
             raise ValueError(
-                f"{name} has a place of dtype {entry.dtype}, expected one of "
-                f"{', '.join(_DTYPE_NAMES)}"
+                f"{name} is {tensor.dtype} {spec.shape}, its place is {torch_dtype(wanted.dtype)} "
+                f"{wanted.shape}"
             )
-        wanted = (torch_dtype(_DTYPE_NAMES[entry.dtype]), entry.shape)
-        if (tensor.dtype, tuple(tensor.shape)) != wanted:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} "
-                f"{wanted[1]}"
-            )
-        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._put(self._base + entry.start, values.numpy().data)
+        self._put(stored.start, as_bytes(tensor.cpu()).numpy().data)
         self.missing.discard(name)
 
     def _put(self, at: int, content: memoryview) -> None:
@@ -176,13 +163,11 @@ def make_header(specs: Sequence[TensorSpec]) -> bytes:
     return raw + b" " * (-len(raw) % 8)
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
+def copy_companions(source: Path, target: Path) -> None:
     """Copy all but weights and their index (config, tokenizer, generation defaults)."""
     target.mkdir(parents=True, exist_ok=True)
-    names = companions(source)
-    for name in names:
+    for name in companions(source):
         shutil.copyfile(source / name, target / name)
-    return names
 
 
 def write_folder(

@@ -226,10 +226,7 @@ def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Pa
     embedding, *rest = _params_in(None, shape)
     if place.pp == 0:
         yield embedding
-    if shape.experts:
-        experts = layout.local_experts(shape.experts, place.ep)
-    else:
-        experts = range(0)
+    experts = layout.local_experts(shape.experts, place.ep)
     for layer in layout.own_layers(shape.layers, place.pp):
         yield from _params_in(layer, shape, experts)
     if place.pp == layout.pp - 1:
@@ -294,7 +291,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     if (
         lora is None
         or param.layer is None
-        or row.split in (Split.replicated, Split.vocab)
+        or row.split is Split.replicated
         or len(param.shapes[0]) == 1
     ):
         return ()

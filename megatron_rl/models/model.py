@@ -46,10 +46,9 @@ class Model:
 
 def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     """config.json of a model's folder, or a file that is one. `key`: what the path was given as."""
-    if Path(path).suffix == ".json":
-        file = Path(path)
-    else:
-        file = Path(path) / "config.json"
+    file = Path(path)
+    if file.suffix != ".json":
+        file = file / "config.json"
     if not str(path) or not file.is_file():
         raise ConfigError(
             f"{key}: no config.json in {str(path)!r}; name a Hugging Face model "

@@ -249,6 +249,11 @@ def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
+def weight_names(layer: Any) -> list[str]:
+    """Names of a layer's weights: one, or one of each of its experts."""
+    return [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]
+
+
 def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
     """A layer's weight as a sync sends it."""
     weight = getattr(layer, name).detach()

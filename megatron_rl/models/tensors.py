@@ -55,6 +55,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, as one dimension of bytes."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def write_tensors(
     tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:

@@ -35,16 +35,6 @@ _COMPARED = 1 << 20  # bytes at the start, in the middle and at the end
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor's entry in a header; its place counts from the end of the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Stored:
     """A tensor's place in a safetensors file: dtype, shape and byte range."""
 
@@ -53,6 +43,10 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # of its bytes, in the file
     nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
         with self.file.open("rb") as file:
@@ -138,11 +132,9 @@ def read_header(path: Path) -> bytes:
                 f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}"
             )
         raw = file.read(length)
-    last = max((entry.end for entry in header_entries(raw, path).values()), default=0)
-    if 8 + length + last != size:
-        raise ValueError(
-            f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}"
-        )
+    last = max((one.end for one in placed(raw, path).values()), default=8 + length)
+    if last != size:
+        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {last}")
     return raw
 
 
@@ -151,41 +143,28 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 
 def placed(raw: bytes, path: Path) -> dict[str, Stored]:
-    """Tensors of a safetensors file by name, located from the file's raw header."""
-    base = 8 + len(raw)
-    entries = header_entries(raw, path)
-    return {
-        name: Stored(
-            path,
-            e.dtype,
-            e.shape,
-            base + e.start,
-            e.end - e.start,
-        )
-        for name, e in entries.items()
-    }
-
-
-def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:
-    """Entries of the header of file `path` by tensor, whose bytes must follow each other."""
+    """Tensors of a safetensors file by name, located from the file's raw header: their bytes must
+    follow each other.
+    """
+    last = 8 + len(raw)
     try:
-        found = json.loads(raw)
-        entries = {
-            name: _entry(name, entry) for name, entry in found.items() if name != "__metadata__"
+        found = {
+            name: _stored(path, last, name, entry)
+            for name, entry in json.loads(raw).items()
+            if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has no readable safetensors header: {error}") from None
-    last = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != last:
+    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if one.start != last:
             raise ValueError(
-                f"{path}: the bytes of {name} begin at {entry.start}, those before it end at {last}"
+                f"{path}: the bytes of {name} begin at {one.start}, those before it end at {last}"
             )
-        last = entry.end
-    return entries
+        last = one.end
+    return found
 
 
-def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
+def _stored(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Stored:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, start, end]
     if not isinstance(dtype, str) or not all(
@@ -194,7 +173,7 @@ def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
         raise ValueError(f"{name} has no dtype, shape and place")
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise ValueError(f"{name} is {dtype} {shape}, but has {end - start} bytes")
-    return Entry(dtype, tuple(shape), start, end)
+    return Stored(path, dtype, tuple(shape), base + start, end - start)
 
 
 def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:

@@ -126,16 +126,6 @@ def _refuse_non_finite(amax: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class ErrorSample:
-    """Sums over the sampled rows, on the device until `summarize` reads them."""
-
-    squared_error: torch.Tensor
-    squared_weight: torch.Tensor
-    clamped: torch.Tensor
-    elements: int
-
-
-@dataclass(frozen=True)
 class ErrorSummary:
     """Relative Frobenius errors of quantized weights."""
 
@@ -158,7 +148,10 @@ class ErrorSummary:
 
 def sample_error(
     weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
-) -> ErrorSample:
+) -> torch.Tensor:
+    """Sums over some rows, on the device until `summarize` reads them: of squared errors, squared
+    weights, values beyond their scale, and values.
+    """
     quantized_OI = result["weight"]
     scale = result["weight_scale"]
     kind = QUANTIZED[format]
@@ -174,29 +167,20 @@ def sample_error(
     original_OI = weight_OI[rows].float()
     difference_OI = dequantize(quantized_OI[rows], scale) - original_OI
     beyond_OI = original_OI.abs() > limit_OI * (1 + 1e-5)
-    return ErrorSample(
+    sums = (
         difference_OI.square().sum(),
         original_OI.square().sum(),
-        beyond_OI.sum(),
-        original_OI.numel(),
+        beyond_OI.float().sum(),
+        original_OI.new_full((), original_OI.numel()),
     )
+    return torch.stack(sums)
 
 
-def summarize(samples: list[ErrorSample]) -> ErrorSummary | None:
+def summarize(samples: list[torch.Tensor]) -> ErrorSummary | None:
     if not samples:
         return None
-    table = torch.stack(
-        [
-            torch.stack(
-                [
-                    s.squared_error,
-                    s.squared_weight,
-                    s.clamped.float(),
-                ]
-            )
-            for s in samples
-        ]
-    ).cpu()
-    relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
-    clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)
-    return ErrorSummary(float(relative.max()), float(relative.mean()), clamped)
+    error, weight, clamped, values = torch.stack(samples).cpu().double().unbind(1)
+    relative = (error / weight.clamp(min=1e-24)).sqrt()
+    return ErrorSummary(
+        float(relative.max()), float(relative.mean()), float(clamped.sum() / values.sum())
+    )

@@ -45,12 +45,11 @@ class Smoothing:
 
         `world`: all ranks of the learner.
         """
-        self._size = (shape.layers, len(Norm), shape.hidden)
         self._alpha = alpha
         self._every = every
         self._world = world
         self._take_activation_amax = take_activation_amax
-        self.scales_LNH = torch.ones(self._size)
+        self.scales_LNH = torch.ones(shape.layers, len(Norm), shape.hidden)
         self._repeats = False
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
 
@@ -88,12 +87,19 @@ class Smoothing:
             self._age = None if age < 0 else age
             self._repeats = repeats
 
+    def scale_of(self, param: Param) -> Tensor | None:
+        """[H]: what a parameter's columns are multiplied by, and its inputs divided; None: by
+        nothing.
+        """
+        if param.row.norm is None or self._age is None:
+            return None
+        assert param.layer is not None
+        return self.scales_LNH[param.layer, param.row.norm]
+
     def fold(self, param: Param, local: Tensor) -> Tensor:
         """The shard as the sampler gets it; the learner's own is left alone."""
-        if param.row.norm is None or self._age is None:
-            return local
-        assert param.layer is not None
-        return folded(local, self.scales_LNH[param.layer, param.row.norm])
+        scale_H = self.scale_of(param)
+        return local if scale_H is None else folded(local, scale_H)
 
 
 def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
@@ -102,11 +108,6 @@ def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
     if tensor.ndim == 1:
         return tensor / scale_H
     return tensor * scale_H
-
-
-def column_amax(weight_OH: Tensor) -> Tensor:
-    """Largest magnitude per input channel, FP32."""
-    return weight_OH.detach().abs().amax(dim=0).float()
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:

@@ -149,13 +149,11 @@ def _of_sessions(share: Share) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def mismatch_in_sessions(prox_logprobs_N: Tensor | None, share: Share) -> dict[str, float]:
+def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> dict[str, float]:
     """Mismatch of first, middle and last turns, and of their first and last tokens; empty for
     single responses and for what all tokens have in common.
     """
     found: dict[str, float] = {}
-    if prox_logprobs_N is None:
-        return found
     tokens = _Tokens.of(prox_logprobs_N, share)
     for by, bucket_N in _of_sessions(share).items():
         last = len(LABELS[by]) - 1
@@ -167,10 +165,10 @@ def mismatch_in_sessions(prox_logprobs_N: Tensor | None, share: Share) -> dict[s
 
 
 @torch.no_grad()
-def mismatch_by_format(prox_logprobs_N: Tensor | None, share: Share) -> dict[str, float]:
+def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> dict[str, float]:
     """Mismatch of each weight format of a mixed fleet; empty if a single one was used."""
     formats_B = share.all.formats_B
-    if prox_logprobs_N is None or formats_B is None or len(formats_B.unique()) < 2:
+    if formats_B is None or len(formats_B.unique()) < 2:
         return {}
     tokens = _Tokens.of(prox_logprobs_N, share)
     format_N = share.batch.responses.at_tokens(formats_B[share.own])
@@ -180,13 +178,11 @@ def mismatch_by_format(prox_logprobs_N: Tensor | None, share: Share) -> dict[str
 
 
 @torch.no_grad()
-def mismatch_by_age(prox_logprobs_N: Tensor | None, share: Share, version: int) -> dict[str, float]:
+def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> dict[str, float]:
     """Mismatch of fresh tokens (numerics alone), and of older ones (which includes learning).
 
     `version`: the learner's. Empty where all tokens are fresh: `rollout_corr/kl` etc. are theirs.
     """
-    if prox_logprobs_N is None:
-        return {}
     old_N = share.batch.token_versions_N < version
     if not share.replicas.sum((old_N & share.batch.mask_N).sum()):
         return {}

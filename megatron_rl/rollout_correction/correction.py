@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch, OneReplica, Replicas, Share, Targets
-from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Anchor,
@@ -32,7 +31,6 @@ from megatron_rl.config.schema import (
     RejectRule,
     Stat,
 )
-from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, Sums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, log_ratio
 from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
@@ -64,7 +62,6 @@ class Correction:
     rejected_B: Tensor
     advantages_B: Tensor  # float32
     prox_logprobs_N: Tensor | None
-    cap: float | None = None  # in force: weight.high, or the one that was solved for target_ess
 
 
 def correct(
@@ -141,7 +138,6 @@ def rollout_correction(
     policy's own logprobs.
     """
     replicas = replicas or OneReplica()
-    _check(batch, prox_logprobs_N, config)
     if config.non_finite == NonFinite.raise_:
         _refuse_faults(batch, replicas)
     if prox_logprobs_N is None:
@@ -172,7 +168,7 @@ def rollout_correction(
     metrics |= _weigh(parts, kept_N, weights_N, advantages_B, cap, config, replicas)
     counted_N = kept_N.clone() if config.renormalize else stays_N
     return Correction(
-        weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, prox_logprobs_N, cap
+        weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, prox_logprobs_N
     )
 
 
@@ -424,29 +420,3 @@ def _refuse_faults(batch: Batch, replicas: Replicas) -> None:
         f"{faults} of the sampler's logprobs are NaN or infinite{first}; correction.non_finite: "
         "raise stops here, drop, one, zero or reject go on"
     )
-
-
-def _check(batch: Batch, prox_logprobs_N: Tensor | None, config: CorrectionConfig) -> None:
-    """Tensors that broadcast and words that are none of an enum's would pass for something else."""
-    tokens = batch.responses.tokens
-    columns = {
-        "proximal logprobs": prox_logprobs_N,
-        "sampler's logprobs": batch.sampler_logprobs_N,
-        "mask": batch.mask_N,
-        "turns": batch.turns_N,
-    }
-    for name, column in columns.items():
-        if column is not None and column.shape != (tokens,):
-            raise ValueError(
-                f"the {name} are {list(column.shape)} and the batch has {tokens} response tokens: "
-                "hand over one value for each"
-            )
-    _, unknown = sound(config, "correction")
-    if unknown:
-        raise ValueError("; ".join(unknown))
-    if prox_logprobs_N is None:
-        for key in of_the_whole_batch(config):
-            raise ValueError(
-                f"{key} needs the learner's logprobs of the whole batch before the loss; they are "
-                "None"
-            )

@@ -36,10 +36,8 @@ class Sums:
         self._largest: dict[str, float] = {}
 
     def add(self, **values: Tensor | float) -> None:
-        tensors = [value.double() for value in values.values() if isinstance(value, Tensor)]
-        told = iter(torch.stack(tensors).tolist() if tensors else ())
-        for name, value in values.items():
-            number = next(told) if isinstance(value, Tensor) else value
+        numbers = [torch.as_tensor(value, dtype=torch.float64) for value in values.values()]
+        for name, number in zip(values, torch.stack(numbers).tolist(), strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + number
 
     def add_moments(
@@ -75,24 +73,14 @@ class Sums:
         return dict(zip([*self._sums, *self._largest], sums + largest, strict=True))
 
 
-def extremes(
-    values_N: Tensor, mask_float_N: Tensor, ends: tuple[float, float]
-) -> tuple[float, float]:
-    """Smallest and largest value inside; (inf, -inf) where there is none. `values_N` is finite, and
-    0 outside.
-
-    `ends`: the smallest and largest of all.
-    """
+def extremes(values_N: Tensor, mask_float_N: Tensor) -> tuple[float, float]:
+    """Smallest and largest value inside; (inf, -inf) where there is none."""
     if values_N.numel() == 0:
         return math.inf, -math.inf
-    low, high = ends
-    # an extreme on its own side of 0 is none of the zeros outside; the other kind is looked for
-    # again with a penalty that is 0 inside and infinite outside
-    if low >= 0.0:
-        low = float(mask_float_N.reciprocal().sub_(1.0).add_(values_N).amin())
-    if high <= 0.0:
-        high = float(mask_float_N.reciprocal().sub_(1.0).sub_(values_N).amin().neg())
-    return low, high
+    outside_N = mask_float_N == 0
+    low = values_N.masked_fill(outside_N, math.inf).amin()
+    high = values_N.masked_fill(outside_N, -math.inf).amax()
+    return float(low), float(high)
 
 
 def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
@@ -124,7 +112,7 @@ class MismatchSums(Sums):
         self.add(sampler_faults=ratio.sampler_faults, learner_faults=ratio.learner_faults)
 
     def _count_tokens(self, ratio: LogRatio) -> None:
-        low, high = extremes(ratio.d_N, ratio.counted_float_N, ratio.ends)
+        low, high = extremes(ratio.d_N, ratio.counted_float_N)
         error_N = torch.maximum(ratio.rho_N, ratio.inverse_N).sub_(1.0)  # exp|d| - 1
         prob_N, sampler_prob_N = ratio.probabilities()
         gap_N = (prob_N - sampler_prob_N).abs()
@@ -230,7 +218,7 @@ class WeightSums(Sums):
 
     def count_weights(self, values_N: Tensor, mask_float_N: Tensor) -> None:
         """Values are 0 outside the mask."""
-        low, high = extremes(values_N, mask_float_N, ends_of(values_N))
+        low, high = extremes(values_N, mask_float_N)
         self.add_largest(minus_low=-low, high=high)
         self.add(n=mask_float_N.sum())
         self.add_moments({"weight": values_N.clone()}, mask_float_N, ("weight", "weight"))

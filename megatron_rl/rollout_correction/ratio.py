@@ -138,10 +138,10 @@ class LogRatio:
         return self.segments(level).extreme(values_N, largest)
 
     def counts(self, level: Level) -> Tensor:
-        if self.segments(level) is self.rows and level != Level.prefix:
-            return self.counts_B
         if level == Level.prefix:
             return self.rows.running_sum(self.counted_float_N)
+        if self.segments(level) is self.rows:
+            return self.counts_B
         return self.segments(level).count(self.counted_N).float()
 
     def totals(self, level: Level) -> Tensor:

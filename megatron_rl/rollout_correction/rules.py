@@ -29,11 +29,9 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
         return d_N.square()
     if stat == Stat.abs:
         return bounded_exp(d_N.abs())
-    if stat in (Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
-        return _coin_stat(stat, ratio)
     if stat == Stat.staleness:
         return d_N  # `without_stale` hands ages over in place of differences
-    raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
+    return _coin_stat(stat, ratio)
 
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
@@ -58,21 +56,16 @@ def _coin_kl(p_N: Tensor, q_N: Tensor, d_N: Tensor) -> Tensor:
 
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """The statistic per row, turn or prefix; undefined without tokens."""
-    # for the ratio it is d that is summed or averaged: the product, or the geometric mean
-    if rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean):
-        return bounded_exp(
-            ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level)
-        )
-    if rule.reduce in (Reduce.sum, Reduce.mean):
-        total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_N)
-        if rule.reduce == Reduce.sum:
-            return total
-        return total / ratio.counts(rule.level).clamp(min=1.0)
     if rule.reduce in (Reduce.max, Reduce.min):
         return ratio.extremes(rule.level, token_stat(rule.stat, ratio), rule.reduce == Reduce.max)
-    raise ValueError(
-        f"a {rule.level} rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}"
-    )
+    # for the ratio it is d that is summed or averaged: the product, or the geometric mean
+    if rule.stat == Stat.ratio:
+        total = ratio.totals(rule.level)
+    else:
+        total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_N)
+    if rule.reduce == Reduce.mean:
+        total = total / ratio.counts(rule.level).clamp(min=1.0)
+    return bounded_exp(total) if rule.stat == Stat.ratio else total
 
 
 def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
@@ -91,12 +84,6 @@ def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """bool [N]: tokens that a rule with bounds rejects."""
-    if rule.level == Level.none:
-        raise ValueError("level of a reject rule: token, sequence, turn or prefix, not none")
-    if rule.budget is not None:
-        raise ValueError(
-            "a reject rule with a budget looks at all tokens of the batch; leave out when"
-        )
     stat = stat_of(rule, ratio)
     # written as "not inside", so that a statistic that overflowed to NaN is rejected
     inside = torch.ones_like(stat, dtype=torch.bool)

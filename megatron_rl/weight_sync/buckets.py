@@ -17,6 +17,7 @@ from megatron_rl.models.mapping import HfSlice, Param, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import as_bytes
 from megatron_rl.quantization.formats import Output, outputs
 
 BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
@@ -30,9 +31,9 @@ class Job:
     slices: tuple[HfSlice, ...]
     outputs: tuple[tuple[tuple[Output, ...], ...], ...]  # [rank of the group][slice]
 
-    def travelling(self, rank: int) -> list[Output]:
-        """The outputs that rank `rank` sends; whole copies need no sending."""
-        return [out for of_slice in self.outputs[rank] for out in of_slice if out.dim is not None]
+    def flat(self, rank: int) -> list[Output]:
+        """The outputs of all slices of a rank; those without a dimension need no sending."""
+        return [out for of_slice in self.outputs[rank] for out in of_slice]
 
     @property
     def shares_amax(self) -> bool:
@@ -51,7 +52,8 @@ class Bucket:
     size: int
 
     def sent_bytes(self, rank: int) -> int:
-        return sum(out.part.nbytes for job in self.jobs for out in job.travelling(rank))
+        outs = (out for job in self.jobs for out in job.flat(rank))
+        return sum(out.part.nbytes for out in outs if out.dim is not None)
 
 
 def make_buckets(
@@ -76,15 +78,11 @@ def make_buckets(
         (False, place.dp, groups.tensor),
         (True, place.edp, groups.expert_tensor),
     ):
-        size = layout.tp
-        rank = place.tp
-        if expert:
-            size = layout.expert_tp
-            rank = place.etp
         own = [param for param in params if param.row.expert is expert and replica == 0]
         jobs: list[Job] = []
         filled = 0
         for param in own:
+            size, rank = param.tensor_parallel(layout, place)
             of_ranks = [param.slices(shape, layout, Place(tp=r, etp=r)) for r in range(size)]
             split = param.row.split is not Split.replicated
             made = tuple(
@@ -92,7 +90,7 @@ def make_buckets(
                 for pieces in of_ranks
             )
             jobs.append(Job(param, of_ranks[rank], made))
-            filled += sum(out.tensor.nbytes for of_slice in made[0] for out in of_slice)
+            filled += sum(out.tensor.nbytes for out in jobs[-1].flat(0))
             if filled >= size_bytes or param is own[-1]:
                 buckets.append(Bucket(tuple(jobs), group, rank, size))
                 jobs = []
@@ -137,12 +135,11 @@ def gather(
     sent = workspace.take(0, bucket.sent_bytes(bucket.rank), device)
     at = 0
     for job, made in zip(bucket.jobs, content, strict=True):
-        outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
-        for index, out in enumerate(outs):
+        for index, out in enumerate(job.flat(bucket.rank)):
             if out.dim is None:
                 continue
             if made is not None:
-                sent[at : at + out.part.nbytes].copy_(made[index].reshape(-1).view(torch.uint8))
+                sent[at : at + out.part.nbytes].copy_(as_bytes(made[index]))
             at += out.part.nbytes
     bucket.group.gather(sent, [], bucket.rank)
     return []
@@ -156,14 +153,9 @@ def full_tensors(
     """
     at = [0] * bucket.size
     for job, made in zip(bucket.jobs, content, strict=True):
-        outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
+        outs = [job.flat(rank) for rank in range(bucket.size)]
         for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
             if own.dim is None or bucket.size == 1:
-                shape = tuple(tensor.shape)
-                if shape != own.tensor.shape:
-                    raise ValueError(
-                        f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}"
-                    )
                 yield own.tensor.name, tensor
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)

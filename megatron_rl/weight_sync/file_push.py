@@ -19,13 +19,12 @@ from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import (
     SyncDir,
-    Written,
     remove_version,
     update_info,
     write_over,
     write_version,
 )
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import Manifest, WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
 
@@ -174,7 +173,7 @@ class FilePush(Push):
                 self._sync_dir.require_free(self._nbytes[format])
             if source.writes:
                 written = self._write_alongside(version, format, tensors)
-                count = written.tensors
+                count = len(written.tensors)
                 nbytes = written.nbytes
         except (WeightSyncError, OSError) as error:
             failure = str(error)
@@ -194,7 +193,7 @@ class FilePush(Push):
 
     def _write_alongside(
         self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Written:
+    ) -> Manifest:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
         handover: queue.Queue[Item] = queue.Queue(maxsize=WRITE_AHEAD)
         last: BaseException | None = None
@@ -222,7 +221,7 @@ class FilePush(Push):
             return writing.result()
 
 
-def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Written]) -> None:
+def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Manifest]) -> None:
     """Wait for room in the queue while the writer works: one that is done early has failed."""
     while not writing.done():
         try:

@@ -16,14 +16,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from megatron_rl.files import replacing
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import TensorSpec, as_bytes
 from megatron_rl.processes.folder_lock import claim, is_abandoned
 from megatron_rl.processes.scratch import SHARED_MEMORY, remove_with_it
 from megatron_rl.weight_sync import manifest as manifests
@@ -38,15 +37,6 @@ PREFIX = "megatron-rl-sync-"
 GRACE_S = 60.0  # a folder this young may not hold its lock yet
 MIB = 1 << 20
 SPARE = "spare"  # leads to the version whose files the next one is written over
-
-
-@dataclass(frozen=True)
-class Written:
-    """Share of one writer in a version."""
-
-    manifest: Path
-    tensors: int
-    nbytes: int
 
 
 def version_directory(directory: Path, policy_version: int) -> Path:
@@ -82,9 +72,9 @@ def write_version(
     sent: Sent | None = None,
     base: int | None = None,
     cuts: Mapping[str, Cut] | None = None,
-) -> Written:
-    """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing
-    stays behind.
+) -> Manifest:
+    """Write this writer's tensors of one version, consuming `tensors` lazily, and return what it
+    has written; on failure nothing stays behind.
 
     `sent` remembers what was written; with `base`, the version it remembers, tensors are written as
     patches. `cuts`: of tensors that are written part by part.
@@ -94,16 +84,13 @@ def write_version(
     if sent is not None:
         sent.begin()
     buckets = _Buckets(folder, writer, bucket_bytes, sent, patching=base is not None)
-    path = manifest_path(directory, policy_version, writer)
     try:
         for name, tensor in tensors:
             buckets.add(name, tensor, (cuts or {}).get(name))
         buckets.close()
-        content = manifests.encode(
-            Manifest(policy_version, format, buckets.files, tuple(buckets.entries), base)
-        )
-        with replacing(path) as partial:
-            partial.write_bytes(content)
+        written = Manifest(policy_version, format, buckets.files, tuple(buckets.entries), base)
+        with replacing(manifest_path(directory, policy_version, writer)) as partial:
+            partial.write_bytes(manifests.encode(written))
     except OSError as error:
         buckets.discard()
         raise WeightSyncError(
@@ -113,7 +100,7 @@ def write_version(
     except BaseException:
         buckets.discard()
         raise
-    return Written(path, len(buckets.entries), sum(buckets.files.values()))
+    return written
 
 
 def remove_version(directory: Path, policy_version: int) -> None:
@@ -178,7 +165,7 @@ class _Buckets:
         self.entries.append(entry)
 
     def _part(self, name: str, start: int, length: int, content: torch.Tensor) -> Part:
-        data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = as_bytes(content.cpu()).numpy()
         stored = data
         changes = None
         if self._sent is not None:

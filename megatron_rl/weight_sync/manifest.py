@@ -79,6 +79,10 @@ class Manifest:
     base: int | None = None  # the policy version that patches build on
     checksum: str = ""  # of all the rest
 
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
 
 def hashing(name: str, start: int = 0) -> xxhash.xxh3_64:
     """Hash of a part's bytes, which differs under another name and in another place."""

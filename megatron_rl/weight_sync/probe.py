@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
-from megatron_rl.weight_sync.probe_budget import Budget, Numerics, noise_budget, set_by_hand
+from megatron_rl.weight_sync.probe_budget import Budget, Numerics, noise_budget
 
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
@@ -94,7 +94,7 @@ class Probe:
     def budget_of(self, format: Format) -> Budget:
         if self.budget is None:
             return noise_budget(self.noise, format, self.learner)
-        return set_by_hand(self.budget)
+        return Budget(self.budget, "sync.probe_budget", end=self.budget)
 
     @property
     def pair(self) -> Budget:
@@ -122,17 +122,14 @@ def compare(
     mask_N: torch.Tensor,
     budget: float,
 ) -> ProbeResult:
-    sampler = sampler_logprobs_N[mask_N].double()
-    learner = learner_logprobs_N[mask_N].double()
-    sampler = sampler.cpu()
-    learner = learner.cpu()
+    sampler = sampler_logprobs_N[mask_N].double().cpu()
+    learner = learner_logprobs_N[mask_N].double().cpu()
     both = sampler.isfinite() & learner.isfinite()
     difference = learner[both] - sampler[both]
-    some = bool(both.any())
     return ProbeResult(
-        mean_abs=float(difference.abs().mean()) if some else math.nan,
-        max_abs=float(difference.abs().max()) if some else math.nan,
-        mean=float(difference.mean()) if some else math.nan,
+        mean_abs=float(difference.abs().mean()),
+        max_abs=float(difference.abs().max()) if len(difference) else math.nan,
+        mean=float(difference.mean()),
         tokens=int(mask_N.sum()),
         missing=int((~sampler.isfinite()).sum()),
         learner_missing=int((~learner.isfinite()).sum()),

@@ -52,10 +52,6 @@ class Budget:
     end: float  # nats: beyond it something is wrong, whatever the model
 
 
-def set_by_hand(nats: float) -> Budget:
-    return Budget(nats, "sync.probe_budget", nats)
-
-
 class Numerics(StrEnum):
     """Arithmetic of the learner."""
 

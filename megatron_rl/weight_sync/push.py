@@ -6,8 +6,7 @@ or in the sampler, is raised on all of them, and the sampler keeps serving the v
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import msgspec
@@ -102,9 +101,17 @@ class WeightSync:
         started = time.perf_counter()
         plan_seconds = self._plan_seconds
         self._plan_seconds = 0.0
-        with _lost_ranks_named(version):
+        try:
             mine = self.transport.send(version, dict(self._learner.named_parameters()))
             parts = msgspec.convert(exchange(asdict(mine)), list[Contribution])
+        except WeightSyncError:
+            raise
+        except RuntimeError as error:  # a collective fails with the words of its backend
+            raise WeightSyncError(
+                f"policy version {version} was not sent: another rank of the learner ended or lost "
+                f"its connection in the middle of it ({error}). The sampler serves the version "
+                "before; see that rank's log"
+            ) from error
         whole = Contribution.merge(parts, max)  # the slowest rank's seconds
         failures = [
             f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure
@@ -180,20 +187,3 @@ def _transport(
     # mixed formats travel as files: the config has made sure
     (source,) = sources.values()
     return VllmPush(source, sampler, config.sync, config.sampler)
-
-
-@contextmanager
-def _lost_ranks_named(version: int) -> Iterator[None]:
-    """Name a lost rank: a collective fails with the words of its backend when another rank has
-    ended.
-    """
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except RuntimeError as error:
-        raise WeightSyncError(
-            f"policy version {version} was not sent: another rank of the learner ended or lost its "
-            f"connection in the middle of it ({error}). The sampler serves the version before; see "
-            "that rank's log"
-        ) from error

@@ -25,8 +25,8 @@ from megatron_rl.models.shards import ShardGroups, cut, merge, row_numbers
 from megatron_rl.models.table import Norm, Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.quantize import ErrorSample, quantize, row_amax, sample_error
-from megatron_rl.quantization.smoothing import Smoothing, column_amax
+from megatron_rl.quantization.quantize import quantize, row_amax, sample_error
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import (
     BUCKET_BYTES,
@@ -45,9 +45,17 @@ PLAIN = torch.bfloat16  # what the sampler holds unquantized tensors in
 
 
 @dataclass
-class Seconds:
+class SyncSeconds:
+    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver
+    waits for `load`.
+    """
+
+    plan: float = 0.0  # this rank's
     quantize: float = 0.0
     gather: float = 0.0
+    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
+    load: float = 0.0  # verifying, building and swapping in the sampler
+    total: float = 0.0
 
 
 class ShardSource:
@@ -62,8 +70,8 @@ class ShardSource:
         cache_scales: CacheScales | None = None,
     ) -> None:
         self.failure: str | None = None
-        self.errors: list[ErrorSample] = []
-        self.seconds = Seconds()
+        self.errors: list[torch.Tensor] = []  # of `sample_error`
+        self.seconds = SyncSeconds()
         self.format = format
         self._model = model
         self._place = groups.place
@@ -99,11 +107,10 @@ class ShardSource:
         have none.
         """
         shards = self._begin(parameters)
+        passes = [self._run(bucket, shards) for bucket in self._buckets]
         if self._writes_scales:
-            scales = [self._scale_values(_device(shards))]
-        else:
-            scales = []
-        return iter([*(self._run(bucket, shards) for bucket in self._buckets), *scales])
+            passes.append(self._scale_values(_device(shards)))
+        return iter(passes)
 
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
@@ -118,7 +125,7 @@ class ShardSource:
 
     def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.failure = None
-        self.seconds = Seconds()
+        self.seconds = SyncSeconds()
         self.errors = []
         shards = self._by_table_name(parameters)
         if self._smoothing is not None:
@@ -148,9 +155,7 @@ class ShardSource:
     def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
         """Of each bucket: what this rank yields, None where another rank of the group does."""
         weights = [
-            tuple(
-                out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice
-            )
+            tuple(out.tensor for job in bucket.jobs for out in job.flat(0))
             if bucket.rank == 0
             else None
             for bucket in self._buckets
@@ -211,7 +216,12 @@ class ShardSource:
         self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
-        content = self._made(bucket, shards)
+        parts = [self._parts(job, shards) for job in bucket.jobs]
+        amax = self._shared_amax(bucket, parts, _device(shards))
+        content = [
+            self._convert(job, part, bucket.rank, amax)
+            for job, part in zip(bucket.jobs, parts, strict=True)
+        ]
         converted = time.perf_counter()
         received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started
@@ -219,20 +229,6 @@ class ShardSource:
         whole = [made for made in content if made is not None]
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
-
-    @torch.no_grad()
-    def _made(
-        self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
-    ) -> list[list[torch.Tensor] | None]:
-        """This rank's converted parts of every parameter of the bucket; None where they cannot be
-        made.
-        """
-        parts = [self._parts(job, shards) for job in bucket.jobs]
-        amax = self._shared_amax(bucket, parts, _device(shards))
-        return [
-            self._convert(job, part, bucket.rank, amax)
-            for job, part in zip(bucket.jobs, parts, strict=True)
-        ]
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = self._merged(job.param, shards)
@@ -262,27 +258,24 @@ class ShardSource:
         norm held here.
         """
         shape = self._model.shape
-        device = next(iter(shards.values())).device if shards else None
-        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
+        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=_device(shards))
         for job, rank in [(job, bucket.rank) for bucket in self._buckets for job in bucket.jobs]:
             norm = job.param.row.norm
-            layer = job.param.layer
-            if norm is None or layer is None:
-                local = None
-            else:
-                local = self._merged(job.param, shards)
-            if local is None or norm is None or layer is None or local.ndim == 1:
+            if norm is None:
+                continue
+            local = self._merged(job.param, shards)
+            if local is None or local.ndim == 1:
                 continue
             for (piece, part), outs in zip(
                 cut(job.param, local, job.slices), job.outputs[rank], strict=True
             ):
                 if len(outs) == 1 or not part.numel():
                     continue
-                amax_H = column_amax(part)
+                amax_H = part.detach().abs().amax(dim=0).float()
                 if not torch.isfinite(amax_H).all():
                     self._fail(f"{piece.name}: {DIVERGED}")
                     continue
-                here = amax_LNH[layer, norm]
+                here = amax_LNH[job.param.layer, norm]
                 torch.maximum(here, amax_H, out=here)
         return amax_LNH
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from megatron_rl.quantization.quantize import ErrorSummary, summarize
+from megatron_rl.weight_sync.source import ShardSource, SyncSeconds
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_rl.models.model import Model
     from megatron_rl.models.shards import ShardGroups
-    from megatron_rl.weight_sync.source import ShardSource
 
 
 def this_rank() -> int:
@@ -57,20 +57,6 @@ class SamplerClient(Protocol):
     def update_weights(self, update_info: Any) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-@dataclass(frozen=True)
-class SyncSeconds:
-    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver
-    waits for `load`.
-    """
-
-    plan: float = 0.0  # this rank's
-    quantize: float = 0.0
-    gather: float = 0.0
-    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
-    load: float = 0.0  # verifying, building and swapping in the sampler
-    total: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,11 +112,8 @@ class Contribution:
         **counts: int,
     ) -> Contribution:
         """After a pass over the source that took `elapsed` seconds, sending included."""
-        quantize = source.seconds.quantize
-        gather = source.seconds.gather
-        seconds = SyncSeconds(
-            quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather)
-        )
+        made = source.seconds
+        seconds = replace(made, transfer=max(0.0, elapsed - made.quantize - made.gather))
         error = summarize(source.errors)
         passing = passing and source.failure is None
         return cls(

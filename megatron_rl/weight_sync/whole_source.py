@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import exchange
-from megatron_rl.models.tensors import TensorSpec, torch_dtype
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.models.tensors import TensorSpec, as_bytes, torch_dtype
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import this_rank
 from megatron_rl.weight_sync.wire import checksum
@@ -79,11 +78,6 @@ class WholeSource:
         steps = [
             step for written in exchange(mine) for step in msgspec.convert(written, list[Step])
         ]
-        keys = [step.key for step in steps]
-        if len(set(keys)) < len(keys):
-            raise WeightSyncError(
-                "two ranks claim to write the same weights: the ranks' places do not fit the layout"
-            )
         return tuple(sorted(steps, key=lambda step: step.key))
 
     def _walk(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +101,7 @@ class WholeSource:
             tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
             if tensor is not None:
-                data = _bytes(tensor)
+                data = as_bytes(tensor)
             else:
                 data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
             dist.broadcast(data, src=writer)
@@ -116,7 +110,7 @@ class WholeSource:
             return tensor if self._rank == 0 else None
         if self._rank == writer:
             assert tensor is not None
-            dist.send(_bytes(tensor), dst=0)
+            dist.send(as_bytes(tensor), dst=0)
             return None
         data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         dist.recv(data, src=writer)
@@ -143,10 +137,6 @@ def made_on(
         # its memory is not given to home again before the caller has read it
         pair[1].record_stream(caller)
         yield pair
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import TensorSpec, as_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 # + sync.transport: the names of these transports in vLLM's registry of engines
@@ -76,7 +76,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     Sums of integers modulo 2^64 do not depend on the order in which a device adds them.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     words = torch.nn.functional.pad(data, (0, -len(data) % WORD.itemsize)).view(WORD)
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     placed = torch.zeros_like(plain)

@@ -206,9 +206,8 @@ class Live:
         """The next version on disk, not yet loaded; returns its manifest."""
         transport.remove_version(self.directory, self.next_version)
         tensors = self.model.quantized(seed, self.format).items()
-        return transport.write_version(
-            self.directory, self.next_version, tensors, format=self.format
-        ).manifest
+        transport.write_version(self.directory, self.next_version, tensors, format=self.format)
+        return transport.manifest_path(self.directory, self.next_version, 0)
 
     def stage(self, version: int | None = None) -> str:
         """Stage the written version; return its name, by which it is loaded."""

@@ -27,7 +27,6 @@ from megatron_rl.environments.session import Policy, Rules
 from megatron_rl.environments.sessions import rollouts
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, SessionTurn
@@ -130,8 +129,8 @@ def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, 
     found: dict[str, Any] = {"rows": len(rows), "prefilled": prefilled}
     for forward in Forward if format == Format.int8 else (Forward.bf16,):
         section = LearnerSection(forward=forward)
-        sections = Sections.of(replace(make_config(format), learner=section))
-        with closing(Learner(Model.read(model.folder, section), sections)) as learner:
+        config = replace(make_config(format), learner=section)
+        with closing(Learner(Model.read(model.folder, section), config)) as learner:
             learner.load_hf(model.folder)
             turns = list(by_turn(batch, learner.logprobs(batch)))
             found[forward] = {"turns": turns, **probed(learner, batch, format)}

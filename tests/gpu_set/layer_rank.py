@@ -27,7 +27,6 @@ from megatron_rl.learner.modules import model as model_module
 from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.observers import fused_norm
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
-from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.weights import random_tensors
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import find, global_name, stage_params
@@ -64,7 +63,7 @@ def learner_of(family: str, learner: LearnerSection, quantization: QuantizationS
     model = Model.of(
         {"model_type": family, **SIZES, **FAMILIES[family]}, Layout.from_config(learner)
     )
-    return Learner(model, Sections.of(config))
+    return Learner(model, config)
 
 
 def first_expert(learner: Learner) -> int:

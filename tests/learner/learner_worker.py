@@ -44,7 +44,6 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules.observers import Amax
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
-from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
@@ -108,7 +107,7 @@ def build(job: Fields) -> Learner:
         head,
         Lora.of(learner.lora),
     )
-    made = Learner(model, Sections.of(config), dumps)
+    made = Learner(model, config, dumps)
     if not job.get("reads"):  # a run that goes on loads nothing else
         begin(made, job)
     return made

@@ -38,7 +38,7 @@ def routed_batch(silent: int | None = None) -> Batch:
 
 def _wrong_layer(replay: RouterReplay) -> None:
     for router in replay._routers:
-        router._held ^= 1
+        router.held ^= 1
 
 
 def _own(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any) -> Any:
@@ -80,7 +80,7 @@ def own_choices(learner: Learner, batch: Batch) -> torch.Tensor:
 
         with ExitStack() as stack:
             for router in learner._replay._routers:
-                note = partial(noting, router._layer)
+                note = partial(noting, router.layer)
                 stack.enter_context(mock.patch.object(router, "get_replay_topk", note))
             learner.logprobs(batch.rows(torch.tensor([row])))
     return chosen_PLK

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from learner_cases import make_batch, make_targets, with_kept
 from routing_worker import routed_batch
 
@@ -15,6 +16,32 @@ from megatron_rl.learner.learner import Learner
 
 SMALL = 64  # bytes of a piece: several for each column
 UPDATES = 2
+
+
+class Traffic:
+    """torch.distributed that counts the bytes which a rank sends and receives."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.sent = 0
+        self.received = 0
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        self.sent += data.nbytes
+        dist.send(data, to)
+
+    def recv(self, data: torch.Tensor, source: int) -> None:
+        self.received += data.nbytes
+        dist.recv(data, source)
+
+    def broadcast(
+        self, data: torch.Tensor, src: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if self._rank == src:
+            self.sent += data.nbytes
+        else:
+            self.received += data.nbytes
+        dist.broadcast(data, src=src, group=group)
 
 
 def _targets(batch: Batch, before_N: torch.Tensor) -> Targets:
@@ -52,8 +79,10 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     driven = batch if learner.is_driver else None
     plane = learner.plane
     alike = learner.split(driven)
-    moved = plane.sent, plane.received
+    traffic = Traffic(learner.rank)
+    shares.dist = traffic
     share = learner.split(driven, UPDATES, "seed")
+    shares.dist = dist
     everywhere, alike, apart = (
         _trained(learner, one, targets, share.minibatches)
         for one in (learner.part(batch), alike, share)
@@ -64,8 +93,8 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "tokens": len(mine.tokens_P),
         "layers": 0 if mine.experts_PLK is None else mine.experts_PLK.shape[1],
         "bytes": sum(one.nbytes for name, one in mine.columns.items() if not name.endswith("_B")),
-        "sent": plane.sent - moved[0],
-        "received": plane.received - moved[1],
+        "sent": traffic.sent,
+        "received": traffic.received,
     }
     # stages have the experts of their own layers
     collected = plane.collect(share, replace(mine, experts_PLK=None).columns)

@@ -67,11 +67,10 @@ import sys
 from pathlib import Path
 from megatron_rl.config import ConfigError, from_mapping
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.policy import Sections
 from megatron_rl.rank import run_rank
 
 config = from_mapping({"run": {"device": "cuda"}})
-for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, Sections.of(config))):
+for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, config)):
     try:
         start()
     except ConfigError as error:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules import logprobs as module
-from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_and_entropy, truncation
+from megatron_rl.learner.modules.logprobs import VocabShare, highest, judged, logprobs_and_entropy
 
 VOCAB = 23
 COLUMNS = 25
@@ -156,7 +156,7 @@ def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     logits_NV, labels_N, kept_NK = example()
     logprobs_N, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, 0.8, kept_NK)
-    found = truncation(logits_NV, labels_N, logprobs_N, WHOLE, 0.8, k, p)
+    found = judged(highest(logits_NV, labels_N, WHOLE, 0.8, k), logprobs_N, None, p)
     scaled_NV = logits_NV[:, :VOCAB].double() / 0.8
     for row in range(ROWS):
         ranked = scaled_NV[row].argsort(descending=True)[:k]

@@ -118,13 +118,11 @@ def test_of_fresh_tokens_it_is_the_sampler_and_of_old_ones_the_policy() -> None:
     assert logged[0] == logged[1] != 0.0
 
 
-def test_a_token_without_a_logprob_and_one_without_an_age() -> None:
+def test_a_token_without_a_logprob() -> None:
     inputs = stale(5)
     inputs.sampler_logprobs_BT[0, 0] = math.nan
     assert torch.isfinite(gradient(inputs, LossConfig(), BETWEEN)).all()
     assert gradient(inputs, LossConfig(), BETWEEN)[0, 0] == 0.0
-    with pytest.raises(ValueError, match="staleness"):
-        policy_loss(replace(inputs, staleness_BT=None), LossConfig(), None, BETWEEN)
 
 
 def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:

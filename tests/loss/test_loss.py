@@ -25,12 +25,13 @@ from matrices import (
 from megatron_rl.batch import Share
 from megatron_rl.config.schema import (
     CorrectionConfig,
+    LossConfig,
     Reduction,
     RejectRule,
     WeightConfig,
 )
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import LossConfig, Totals, reduction_of
+from megatron_rl.loss.policy_loss import Totals, reduction_of
 from megatron_rl.runs.metrics import unknown
 
 B = 8
@@ -303,10 +304,6 @@ def test_a_zero_coefficient_does_no_work() -> None:
     inputs = replace(example(), ref_logprobs_BT=None, entropy_BT=None)
     _, metrics = policy_loss(inputs, LossConfig())
     assert not {"loss/kl", "loss/entropy"} & set(metrics)
-    with pytest.raises(ValueError, match=r"loss\.kl_coef is 0\.1"):
-        policy_loss(inputs, LossConfig(kl_coef=0.1))
-    with pytest.raises(ValueError, match=r"loss\.entropy_coef is 0\.1"):
-        policy_loss(inputs, LossConfig(entropy_coef=0.1))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -596,10 +593,6 @@ class TestCovariance:
             assert int(plain_BT.sum()) == 3
             draws.add(tuple(plain_BT[0].tolist()))
         assert len(draws) > 5
-
-    def test_a_loss_without_its_selection_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="selected_N"):
-            policy_loss(replace(example(), selected_BT=None), CONFIGS["kl_cov"])
 
 
 def test_every_metric_is_in_the_table() -> None:

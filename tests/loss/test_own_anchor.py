@@ -157,9 +157,6 @@ def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(
     key: str, correction: CorrectionConfig
 ) -> None:
     assert key in prox_readers(correction, LossConfig(), LEARNER)
-    inputs = example()
-    with pytest.raises(ValueError, match="logprobs of the whole"):
-        correct(Share.alone(scored(inputs, 0)), None, correction, AdvantageConfig())
 
 
 def test_what_else_reads_them() -> None:

@@ -162,7 +162,6 @@ def test_a_recorded_step(tmp_path: Path) -> None:
             part.abs_diff
         )
     assert unknown(metrics) == []
-    assert mismatch_by_format(None, share) == {}
 
 
 def test_several_batches_are_pooled_as_one() -> None:
@@ -287,11 +286,7 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
     path = tmp_path / "step_1.parquet"
     assert batch.turns_N is None
     share = Share.alone(batch)
-    assert (
-        mismatch_in_sessions(batch.sampler_logprobs_N, share)
-        == mismatch_in_sessions(None, share)
-        == {}
-    )
+    assert mismatch_in_sessions(batch.sampler_logprobs_N, share) == {}
     write_rollouts(path, alone, prox_logprobs_N=batch.sampler_logprobs_N)
     assert {one.by for one in recorded_breakdowns(load_recorded(path))} == {
         "position",

@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.table import LOSSES
-from megatron_rl.rollout_correction import correction
 from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
@@ -179,13 +178,6 @@ def test_no_weight_on_top_of_a_ratio_that_holds_it(name: LossName, level: str) -
     found, *_ = check_objective(config, LossConfig(name=name))
     assert found.startswith(f"correction.weight.level is {level}")
     assert check_objective(config, LossConfig(name="reinforce")) == []
-    with pytest.raises(ValueError, match=r"correction\.weight\.level: none"):
-        policy_loss(
-            inputs_for(corrected([[0.1]]), [1.0]),
-            LossConfig(name=name),
-            None,
-            config,
-        )
 
 
 def test_no_cap_is_solved_where_the_sample_size_is_not_monotone() -> None:
@@ -374,9 +366,7 @@ def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
     assert mismatch_by_format(logprobs_N, share(formats_B=torch.tensor([int8, int8]))) == {}
     mixed = mismatch_by_format(logprobs_N, share(formats_B=torch.tensor([0, int8])))
     assert mixed["rollout_corr/int8/token_fraction"] == 0.5
-    assert (
-        mismatch_by_age(logprobs_N, one, version=0) == mismatch_by_age(None, one, version=1) == {}
-    )
+    assert mismatch_by_age(logprobs_N, one, version=0) == {}
     apart = mismatch_by_age(
         torch.tensor([-1.0, -0.9]), share(versions_B=torch.tensor([4, 2])), version=4
     )
@@ -405,32 +395,9 @@ def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
     config = CorrectionConfig(weight=WeightConfig(level=level, high=8.0, target_ess=0.95))
     given = (d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
     found = rollout_correction(*given)
-    assert found.cap == found.metrics["rollout_corr/cap"] < 3.0
+    cap = found.metrics["rollout_corr/cap"]
+    assert cap < 3.0
     keep_B = torch.tensor([True, False, True, True])
     fewer = rollout_correction(*given, judge=lambda _: (torch.ones(4), keep_B))
     assert torch.equal(fewer.weights_BT[[0, 2, 3]], found.weights_BT[[0, 2, 3]])
-    assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.cap)
-
-
-@pytest.mark.parametrize("shape", [(6,), (1,), (), (12, 1), (4, 3)])
-def test_every_token_needs_its_own_numbers(shape: tuple[int, ...]) -> None:
-    batch = batch_of(torch.ones(4, 3), torch.zeros(4, 3))
-    wrong = torch.zeros(shape)
-    with pytest.raises(ValueError, match="the proximal logprobs are"):
-        correction.rollout_correction(batch, wrong, CorrectionConfig())
-    for name, said in (
-        ("sampler_logprobs_N", "sampler's logprobs"),
-        ("mask_N", "mask"),
-        ("turns_N", "turns"),
-    ):
-        for prox_N, config in ((torch.zeros(12), CorrectionConfig()), (None, BYPASS)):
-            with pytest.raises(ValueError, match=f"the {said} are"):
-                correction.rollout_correction(replace(batch, **{name: wrong}), prox_N, config)
-
-
-def test_an_unknown_word_is_no_other_word() -> None:
-    config = CorrectionConfig(non_finite="ignore")  # type: ignore[arg-type]
-    zeros_BT = torch.zeros(4, 3)
-    for prox_BT, given in ((zeros_BT, config), (None, replace(config, anchor="sampler"))):
-        with pytest.raises(ValueError, match=r"correction\.non_finite is ignore"):
-            rollout_correction(prox_BT, zeros_BT, torch.ones(4, 3), given)
+    assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(cap)

@@ -58,9 +58,9 @@ class LiveFleet:
             folder = self.directory / format.value
             transport.remove_version(folder, version)
             tensors = self.model.quantized(seed, format).items()
-            manifest = transport.write_version(folder, version, tensors, format=format).manifest
+            transport.write_version(folder, version, tensors, format=format)
             if fault is not None and format == Format.int8:
-                fault(manifest)
+                fault(transport.manifest_path(folder, version, 0))
             infos[format.value] = transport.update_info(folder, version, 1, background=True)
         self.sampler.start_weight_update()
         self.sampler.update_weights({BY_FORMAT: infos})

@@ -84,11 +84,11 @@ def subject(
 
     def write(version: int, whole: bool = True) -> dict[str, Any]:
         transport.remove_version(folder, version)
-        written = transport.write_version(
+        transport.write_version(
             folder, version, model.quantized(version, format).items(), format=format
         )
         if not whole:
-            flip_a_byte(written.manifest)
+            flip_a_byte(transport.manifest_path(folder, version, 0))
         return transport.update_info(folder, version, 1, background=True)
 
     with ExitStack() as stack:

@@ -63,7 +63,6 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     from megatron_rl.learner.learner import Learner  # before megatron
-    from megatron_rl.learner.policy import Sections
 
     from megatron.core import dist_checkpointing  # isort: skip
 
@@ -72,7 +71,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 
     source = make(tmp_path / "hf", config)
     done("import", source, tmp_path / "checkpoint")
-    learner = Learner(Model.of(config, Layout()), Sections.of(Config()))
+    learner = Learner(Model.of(config, Layout()), Config())
     try:
         learner.init_random(3)
         loaded = dist_checkpointing.load(

@@ -23,7 +23,6 @@ from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.train import probe_of
 from megatron_rl.types import SamplingParams, Scored
@@ -96,8 +95,8 @@ class Case:
         folder = folder or self.folder
         config = make_config(self.live.format)
         learner = LearnerSection(**section)
-        sections = Sections.of(replace(config, learner=learner))
-        with closing(Learner(Model.read(folder, learner), sections)) as learner:
+        changed = replace(config, learner=learner)
+        with closing(Learner(Model.read(folder, learner), changed)) as learner:
             learner.load_hf(folder)
             yield learner
 

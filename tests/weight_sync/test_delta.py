@@ -123,9 +123,8 @@ def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path, version: int
 def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) -> None:
     def write(version: int, rows: int) -> Path:
         tensor = torch.full((rows, 48), version, dtype=torch.int8)
-        return transport.write_version(
-            tmp_path, version, [(NAME, tensor)], format="int8"
-        ).manifest.parent
+        transport.write_version(tmp_path, version, [(NAME, tensor)], format="int8")
+        return transport.version_directory(tmp_path, version)
 
     (first,) = write(0, 64).glob("*.bin")
     inode = first.stat().st_ino

@@ -8,7 +8,8 @@ import torch
 
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.file_reader import Staged
-from megatron_rl.weight_sync.file_transport import Written, write_version
+from megatron_rl.weight_sync.file_transport import write_version
+from megatron_rl.weight_sync.manifest import Manifest
 
 
 def write_chain(
@@ -18,7 +19,7 @@ def write_chain(
     first: int = 0,
     sent: Sent | None = None,
     **how: Any,
-) -> list[Written]:
+) -> list[Manifest]:
     """Write versions one after the other: with `sent` each is a patch of the one before."""
     written = []
     for version, tensors in enumerate(versions, start=first):

@@ -33,7 +33,6 @@ from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules.packing import Pack
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 
@@ -61,7 +60,7 @@ def make_learner(work: Workload, budget: int) -> Learner:
     config: Config = from_mapping(
         {"learner": {"tokens_per_microbatch": budget}, "optim": {"lr": 1e-6}}
     )
-    learner = Learner(Model.of(shape, Layout.from_config(config.learner)), Sections.of(config))
+    learner = Learner(Model.of(shape, Layout.from_config(config.learner)), config)
     learner.init_random(7)
     return learner
 

@@ -221,12 +221,11 @@ def compared(
 ) -> dict[str, tuple[float, ...]]:
     with alone():
         from megatron_rl.learner.learner import Learner
-        from megatron_rl.learner.policy import Sections
         from megatron_rl.models.model import Model
 
         config = configured(stored, format, head, "rollout.temperature=1", *LEARNERS[kind])
         model = Model.read(stored.folder, config.learner, config.model.head_precision)
-        learner = Learner(model, Sections.of(config))
+        learner = Learner(model, config)
         with closing(learner):
             learner.load_hf(stored.folder)
             return {what: _one(learner, batch) for what, batch in answers.items()}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_rl.checkpoint.torch_dist.index import Entry
 from megatron_rl.files import fsync, write_whole
-from megatron_rl.models.tensors import dtype_name, torch_dtype
+from megatron_rl.models.tensors import as_bytes, dtype_name, torch_dtype
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -102,7 +102,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's memory under a storage of its own: of a view, torch.save would write all that it
     is a view of.
     """
-    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    raw = as_bytes(tensor).numpy()
     return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 

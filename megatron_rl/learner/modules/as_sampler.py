@@ -2,7 +2,7 @@
 arithmetic, for which it quantizes their weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merged_weight
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
-from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight, SampledWeight
+from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
@@ -65,29 +65,26 @@ class AsSampler:
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        if self.smoothing is not None:
-            scales = self.smoothing.scales_LNH
-        else:
-            scales = None
+        scales = None if self.smoothing is None else self.smoothing.scales_LNH
         if not self.stale and scales is self._folded:
             return
+        kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
         shared = self._shared_amax()
         for param, layer in self._layers:
-            weight, calm = self._fold(param, merged_weight(layer))
+            weight = merged_weight(layer)
+            calm = None
+            if self.smoothing is not None:
+                weight = self.smoothing.fold(param, weight)
+                calm = self.smoothing.scale_of(param)
             made = quantize(weight, self._format, shared.get(param.megatron))
-            layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
+            here = 1  # slices of the engine
             if isinstance(layer, RowLinear):
                 layer.slices = self._engine_tp
+                here = max(1, self._engine_tp // self._model.layout.tp)
+            parts = made["weight"].chunk(here, 1)
+            layer.sampled = Sampled(tuple(kind(part, made["weight_scale"]) for part in parts), calm)
         self.stale = False
         self._folded = scales
-
-    def _fold(self, param: Param, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.smoothing is None or param.row.norm is None:
-            return weight, None
-        folded = self.smoothing.fold(param, weight)
-        return folded, None if folded is weight else self.smoothing.scales_LNH[
-            param.layer, param.row.norm
-        ]
 
     def _shared_amax(self) -> dict[str, Tensor]:
         """Row maxima of the weights whose rows several ranks hold parts of, by name."""
@@ -102,14 +99,3 @@ class AsSampler:
         return {
             param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)
         }
-
-    def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[SampledWeight]:
-        codes = made["weight"]
-        scale = made["weight_scale"]
-        kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
-        if param.row.split is Split.row:
-            here = max(1, self._engine_tp // self._model.layout.tp)
-        else:
-            here = 1
-        for part in codes.chunk(here, 1):
-            yield kind(part, scale)

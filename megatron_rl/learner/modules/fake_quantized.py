@@ -22,12 +22,12 @@ from megatron_rl.learner.modules.linear import add_over_ranks, amax_of_slices, w
 from megatron_rl.learner.modules.observers import fused_norm
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups, merged_weight
+from megatron_rl.models.shards import ShardGroups, merged_weight, weight_names
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
 from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
-from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.quantization.smoothing import Smoothing, folded
 
 ROWS = 4096  # of tokens, whose outputs are held in FP32 at once
 
@@ -52,19 +52,12 @@ def fake_quantized(
     """Until it ends, layers that the engine holds quantized compute as it does. `modules`: with
     their first layers.
     """
-    if model.shape.experts:
-        first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start
-    else:
-        first_expert = 0
+    first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start
     replaced = []
     try:
         for first_layer, module in modules:
             for name, layer in module.named_modules():
-                own = [
-                    weight
-                    for weight, _ in layer.named_parameters(recurse=False)
-                    if weight.startswith("weight")
-                ]
+                own = weight_names(layer)
                 if not own or not hasattr(layer, "te_return_bias"):
                     continue
                 params = [
@@ -123,12 +116,9 @@ def _forward(
 def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
     """Product of the inputs with one weight, both rounded as the engine does."""
     weight_NK = merged_weight(one.layer, name)
-    norm = param.row.norm
-    if one.smoothing is not None and norm is not None:
-        folded_NK = one.smoothing.fold(param, weight_NK)
-        if folded_NK is not weight_NK:
-            x_MK = x_MK / one.smoothing.scales_LNH[param.layer, norm].to(x_MK)
-            weight_NK = folded_NK
+    if one.smoothing is not None and (calm_K := one.smoothing.scale_of(param)) is not None:
+        x_MK = x_MK / calm_K.to(x_MK)
+        weight_NK = folded(weight_NK, calm_K)
     ranks = 1
     mine = 0
     slices = 1

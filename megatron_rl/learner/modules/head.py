@@ -61,37 +61,32 @@ def scores(
 
     `weight_VH` replaces the layer's own weight; `held`: all logits are made at once.
     """
-    logprobs.check_temperature(asked.temperature)
     own_VH = layer.weight if weight_VH is None else weight_VH
     wide = is_wide(layer)
     columns = logit_columns(len(hidden_N1H), len(own_VH), own_VH.element_size(), wide)
-    if held or columns >= len(own_VH):
-        logits_N1V, _ = layer(hidden_N1H, weight=weight_VH)
-        return _of_logits(logits_N1V.squeeze(1), pack, asked)
+    labels_N = pack.labels_N
+    kept_NK = pack.kept_NK
+    share = asked.share
     how = _How(asked, columns, wide, layer.tp_group if layer.allreduce_dgrad else None)
     hidden_NH = hidden_N1H.squeeze(1)
-    if pack.kept_NK is None:
-        logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, pack.labels_N, how)
-        return Scores(logprobs_N, entropy_N, None)
-    scaled_NK, highest = _KeptLogits.apply(hidden_NH, own_VH, pack.labels_N, pack.kept_NK, how)
-    logprobs_N, entropy_N = logprobs.among_kept(
-        scaled_NK, pack.kept_NK, pack.labels_N, asked.share.group
-    )
-    if highest is None:
-        return Scores(logprobs_N, entropy_N, None)
-    judged = logprobs.judged(highest, logprobs_N.detach(), asked.share.group, asked.top_p)
-    return Scores(logprobs_N, entropy_N, judged)
-
-
-def _of_logits(logits_NV: Tensor, pack: Pack, asked: Asked) -> Scores:
-    picked = (pack.labels_N, asked.share, asked.temperature, pack.kept_NK, asked.entropy)
-    logprobs_N, entropy_N = logprobs.logprobs_and_entropy(logits_NV, *picked)
-    if pack.kept_NK is None or asked.top_k is None:
-        return Scores(logprobs_N, entropy_N, None)
-    detached = (logits_NV.detach(), pack.labels_N, logprobs_N.detach())
-    support = logprobs.truncation(
-        *detached, asked.share, asked.temperature, asked.top_k, asked.top_p
-    )
+    highest = None
+    if held or columns >= len(own_VH):
+        logits_NV = layer(hidden_N1H, weight=weight_VH)[0].squeeze(1)
+        logprobs_N, entropy_N = logprobs.logprobs_and_entropy(
+            logits_NV, labels_N, share, asked.temperature, kept_NK, asked.entropy
+        )
+        if kept_NK is not None and asked.top_k is not None:
+            highest = logprobs.highest(
+                logits_NV.detach(), labels_N, share, asked.temperature, asked.top_k
+            )
+    elif kept_NK is None:
+        logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, labels_N, how)
+    else:
+        scaled_NK, highest = _KeptLogits.apply(hidden_NH, own_VH, labels_N, kept_NK, how)
+        logprobs_N, entropy_N = logprobs.among_kept(scaled_NK, kept_NK, labels_N, share.group)
+    support = None
+    if highest is not None:
+        support = logprobs.judged(highest, logprobs_N.detach(), share.group, asked.top_p)
     return Scores(logprobs_N, entropy_N, support)
 
 

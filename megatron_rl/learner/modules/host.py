@@ -53,7 +53,7 @@ _STREAM = _Inert()
 
 
 def _on_host(device: Any) -> Any:
-    if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
+    if isinstance(device, int) or str(device).startswith("cuda"):
         return torch.device("cpu")
     return device
 
@@ -167,13 +167,6 @@ def _patch_megatron() -> None:
     megatron_random._set_cuda_rng_state = _set_rng_state
     # named only where Transformer Engine is there, but looked at everywhere
     moe_utils.te_general_gemm = None
-
-
-def rotate_with(rotary: Callable[..., torch.Tensor]) -> None:
-    """Set attention's rotary embedding, which megatron-core takes from no specification."""
-    import megatron.core.transformer.attention as attention
-
-    attention.apply_rotary_pos_emb = rotary
 
 
 @functools.cache

@@ -332,10 +332,11 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
         yield f"{key}_recipe: {recipe}, expected one of {', '.join(FP8_TOKENS)}, or null ({FP8_RECIPE})"
     tp = learner.tensor_parallel
     etp = learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
-    sides = {"hidden size": shape.hidden, "queries of a rank": shape.heads * shape.head_dim // tp}
-    sides["queries, keys and values of a rank"] = (
-        (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
-    )
+    sides = {
+        "hidden size": shape.hidden,
+        "queries of a rank": shape.size("q") // tp,
+        "queries, keys and values of a rank": shape.size("qkv") // tp,
+    }
     if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)):
         sides["intermediate size of a rank"] = shape.ffn // tp
     if shape.experts:

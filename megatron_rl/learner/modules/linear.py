@@ -39,11 +39,6 @@ class Sampled:
     # smoothing: the weight was multiplied by it, so inputs are divided
     calm_K: Tensor | None = None
 
-    def calmed(self, x_MK: Tensor) -> Tensor:
-        if self.calm_K is None:
-            return x_MK
-        return x_MK / self.calm_K.to(x_MK)
-
 
 class ColumnLinear(ColumnParallelLinear):
     """megatron-core's column-parallel layer, until it is given a quantized weight."""
@@ -53,61 +48,44 @@ class ColumnLinear(ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.sampled is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        places = (
-            kwargs[name] for name in ("bias", "allreduce_dgrad", "sequence_parallel", "tp_group")
-        )
-        return _Column.apply(input, weight, *places, self.sampled)
+        return _Column.apply(input, weight, kwargs["bias"], self)
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: Any,
-        sampled: Sampled,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnLinear
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.use_bias = bias is not None
-        ctx.allreduce_dgrad = allreduce_dgrad
-        ctx.sequence_parallel = sequence_parallel
-        ctx.tp_group = tp_group
-        if sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input, group=tp_group)
-        else:
-            whole = input
-        (weight_NK,) = sampled.parts
-        codes_MK, scale_M1 = weight_NK.codes(sampled.calmed(whole.flatten(0, -2)))
+        ctx.layer = layer
+        assert layer.sampled is not None
+        if layer.sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=layer.tp_group)
+        x_MK = input.flatten(0, -2)
+        if layer.sampled.calm_K is not None:
+            x_MK = x_MK / layer.sampled.calm_K.to(x_MK)
+        (weight_NK,) = layer.sampled.parts
+        codes_MK, scale_M1 = weight_NK.codes(x_MK)
         out_MN = weight_NK.product(codes_MK, scale_M1, bias, input.dtype)
-        return out_MN.view(*whole.shape[:-1], -1)
+        return out_MN.view(*input.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         input, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input, group=ctx.tp_group)
-        else:
-            whole = input
+        layer = ctx.layer
         grad_MN = grad.flatten(0, -2)
         grad_input = grad.matmul(weight)
-        if ctx.sequence_parallel:
-            grad_input = reduce_scatter_to_sequence_parallel_region(grad_input, group=ctx.tp_group)
-        elif ctx.allreduce_dgrad:
-            dist.all_reduce(grad_input, group=ctx.tp_group)
-        grad_weight = grad_MN.t().matmul(whole.flatten(0, -2))
-        return (
-            grad_input,
-            grad_weight,
-            grad_MN.sum(0) if ctx.use_bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        if layer.sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=layer.tp_group)
+            grad_input = reduce_scatter_to_sequence_parallel_region(
+                grad_input, group=layer.tp_group
+            )
+        elif layer.allreduce_dgrad:
+            dist.all_reduce(grad_input, group=layer.tp_group)
+        grad_weight = grad_MN.t().matmul(input.flatten(0, -2))
+        grad_bias = grad_MN.sum(0) if ctx.use_bias else None
+        return grad_input, grad_weight, grad_bias, None
 
 
 class RowLinear(RowParallelLinear):

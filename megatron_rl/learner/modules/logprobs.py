@@ -263,13 +263,6 @@ def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
     return (prob_NK * scaled_NK.masked_fill(scaled_NK.isinf(), 0.0)).sum(1)
 
 
-def check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(
-            f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0"
-        )
-
-
 def logprobs_and_entropy(
     logits_NV: Tensor,
     labels_N: Tensor,
@@ -283,7 +276,6 @@ def logprobs_and_entropy(
     `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one
     more pass over the FP32 logits.
     """
-    check_temperature(temperature)
     if kept_NK is None:
         return _Logprobs.apply(logits_NV, labels_N, share, temperature, entropy)
     local_NK, held_NK = share.places(kept_NK)
@@ -298,20 +290,6 @@ class Truncation:
     outside_N: Tensor  # bool: the policy's own top_k and top_p would have cut the sampled token
     # log of the policy's probability of the tokens that were kept: what d would be off by
     log_mass_N: Tensor
-
-
-@torch.no_grad()
-def truncation(
-    logits_NV: Tensor,
-    labels_N: Tensor,
-    logprobs_N: Tensor,
-    share: VocabShare,
-    temperature: float,
-    k: int,
-    p: float,
-) -> Truncation:
-    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the k-th are inside."""
-    return judged(highest(logits_NV, labels_N, share, temperature, k), logprobs_N, share.group, p)
 
 
 def highest(
@@ -342,7 +320,9 @@ def highest_of(everyone: Tensor) -> Tensor:
 
 
 def judged(found: Tensor, logprobs_N: Tensor, group: ProcessGroup | None, p: float) -> Truncation:
-    """Compare `highest` of every rank with the support that the policy would have kept."""
+    """Compare `highest` of every rank with the support that the policy would have kept, ties with
+    the last one included. `logprobs_N`: among the kept tokens.
+    """
     *top, log_total_N, label_N = highest_of(gathered(found, group))
     top_NK = torch.stack(top, 1)
     above_N = (top_NK.softmax(1) * (top_NK > label_N[:, None])).sum(1)

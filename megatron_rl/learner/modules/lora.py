@@ -26,7 +26,7 @@ from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ADAPTER
-from megatron_rl.models.shards import ShardGroups, merge, row_numbers
+from megatron_rl.models.shards import ShardGroups, merge, row_numbers, weight_names
 from megatron_rl.models.table import Split
 
 # what a layer has while it computes with its merged weight
@@ -38,11 +38,7 @@ def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> N
     module.requires_grad_(False)
     module.adapted = True
     for name, layer in list(module.named_modules()):
-        own = [
-            weight
-            for weight, _ in layer.named_parameters(recurse=False)
-            if weight.startswith("weight")
-        ]
+        own = weight_names(layer)
         if own and "layers." in name:
             param = find(global_name(f"{name}.{own[0]}", first_layer), model.shape)
             if adapters(param, model.shape):

@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -51,7 +52,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
 if host.ON_HOST:
-    host.rotate_with(rotary)
+    # megatron-core takes it from no specification
+    attention.apply_rotary_pos_emb = rotary
 
 
 def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
@@ -293,7 +295,7 @@ def _layers(
         )
     linear = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear, activation_func=SwiGLU)
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
+    attention_parts = SelfAttentionSubmodules(
         linear_qkv=ColumnLinear,
         core_attention=PackedAttention,
         linear_proj=RowLinear,
@@ -307,7 +309,7 @@ def _layers(
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
+                submodules=attention_parts,
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,

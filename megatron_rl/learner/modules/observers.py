@@ -9,7 +9,7 @@ L layers of the whole model, N norms of a layer, S positions of a pack (of this 
 split), H hidden channels. A dimension of 2 is (key, value).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -66,20 +66,18 @@ class ActivationStats(Amax):
         """Follow one pipeline chunk. `shard`: this rank's number where ranks split positions."""
         passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
-            for norm, module, reader in (
-                (
-                    Norm.attention,
-                    layer.input_layernorm,
-                    lambda layer=layer: layer.self_attention.linear_qkv,
-                ),
-                (Norm.mlp, layer.pre_mlp_layernorm, lambda layer=layer: layer.mlp.linear_fc1),
-            ):
+            norms = {Norm.attention: layer.input_layernorm, Norm.mlp: layer.pre_mlp_layernorm}
+            for norm, module in norms.items():
                 see = partial(self._see, (first_layer + index, norm), passing, shard)
+                if not isinstance(module, IdentityOp):
+                    module.register_forward_hook(lambda _, args, output, see=see: see(output))
+                    continue
                 # Transformer Engine: the norm lives in the layer that reads it
-                if isinstance(module, IdentityOp):
-                    reader().register_forward_pre_hook(partial(_fused, see))
+                if norm is Norm.attention:
+                    reader = layer.self_attention.linear_qkv
                 else:
-                    module.register_forward_hook(partial(_plain, see))
+                    reader = layer.mlp.linear_fc1
+                reader.register_forward_pre_hook(lambda linear, args, see=see: see(args[0], linear))
 
     @torch.no_grad()
     def _see(
@@ -103,16 +101,6 @@ class ActivationStats(Amax):
             output_MH = output_MH * pack.real_S[first:][: len(x_MH), None]
         if len(output_MH):
             self.add(place, output_MH.abs().amax(0).float())
-
-
-def _plain(
-    see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor
-) -> None:
-    see(output_S1H)
-
-
-def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None:
-    see(args[0], linear)
 
 
 def fused_norm(linear: Any, input: Tensor) -> Tensor:

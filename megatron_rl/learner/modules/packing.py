@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batch import Batch
+from megatron_rl.models.tensors import as_bytes
 from megatron_rl.types import NO_EXPERT
 
 ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
@@ -289,32 +290,12 @@ def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str
     """
     if device.type == "cpu":
         return dict(tensors)
-    held = buffer(tensors, pinned=device.type == "cuda").to(device, non_blocking=True)
-    return views(held, tensors)
-
-
-def buffer(tensors: Mapping[str, Tensor], pinned: bool = False) -> Tensor:
-    """The bytes of all tensors, one after the other."""
-    nbytes = sum(_room(tensor) for tensor in tensors.values())
-    held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    start = 0
-    for tensor in tensors.values():
-        held[start : start + tensor.nbytes].copy_(
-            tensor.detach().contiguous().flatten().view(torch.uint8)
-        )
-        start += _room(tensor)
-    return held
-
-
-def views(held: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `buffer` has put into `held`."""
-    found = {}
-    start = 0
-    for name, tensor in like.items():
-        found[name] = held[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += _room(tensor)
-    return found
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    rooms = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    here = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for room, tensor in zip(here.split(rooms), tensors.values(), strict=True):
+        room[: tensor.nbytes].copy_(as_bytes(tensor))
+    there = here.to(device, non_blocking=True).split(rooms)
+    return {
+        name: room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for room, (name, tensor) in zip(there, tensors.items(), strict=True)
+    }

@@ -10,8 +10,9 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -95,17 +96,15 @@ class RouterReplay:
         return taken
 
 
-def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
-    """Metrics of all ranks' counts; `experts_at`: layers with experts. Empty if no token passed."""
-    found_L3 = found_L3[experts_at]
+def shares(found_L3: Tensor) -> dict[str, float]:
+    """Metrics of all ranks' counts. Empty if no token passed."""
     found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
-    by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
     read, replayed, other = found_L3.sum(0).tolist()
     if not read:
         return {}
     return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
         f"router/{name}/layer_{layer}": part / max(1.0, whole)
-        for layer, (read, replayed, other) in by_layer.items()
+        for layer, (read, replayed, other) in enumerate(found_L3.tolist())
         for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
     }
 
@@ -128,27 +127,18 @@ def check(found: Mapping[str, float]) -> Mapping[str, float]:
     return found
 
 
+@dataclass(eq=False)
 class _Layer:
     """In the place of megatron-core's object of one router."""
 
-    def __init__(
-        self,
-        replay: RouterReplay,
-        module: TopKRouter,
-        layer: int,
-        held: int,
-        shard: int | None,
-        passing: list[Pack],
-    ) -> None:
-        self._replay = replay
-        self.module = module
-        self._shard = shard
-        self._passing = passing
-        # of the model, of what packs hold
-        self._layer = layer
-        self._held = held
-        # whose activations are still to be computed again, in their order
-        self.again: deque[Pack] = deque()
+    replay: RouterReplay
+    module: TopKRouter
+    layer: int  # of the model
+    held: int  # of those that packs hold
+    shard: int | None
+    passing: list[Pack]
+    # whose activations are still to be computed again, in their order
+    again: deque[Pack] = field(default_factory=deque)
 
     def get_replay_topk(
         self,
@@ -163,12 +153,12 @@ class _Layer:
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
         pack, first_time = self._pack()
-        here = slice((self._shard or 0) * len(scores), ((self._shard or 0) + 1) * len(scores))
+        here = slice((self.shard or 0) * len(scores), ((self.shard or 0) + 1) * len(scores))
         if first_time:
-            self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
+            self.replay.counts_L3[self.layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK
-        told_SK = pack.experts_SLK[here, self._held]
+        told_SK = pack.experts_SLK[here, self.held]
         if told_SK.shape[1] != topk:
             raise ValueError(
                 f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses "
@@ -180,16 +170,16 @@ class _Layer:
         if first_time:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
             other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
-            self._replay.counts_L3[self._layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()])
-        if self._replay.compares:
+            self.replay.counts_L3[self.layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()])
+        if self.replay.compares:
             return values_SK, own_SK
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _pack(self) -> tuple[Pack, bool]:
         """The passing pack, and if it passes for the first time."""
         # a checkpoint keeps none of it: it will come again
-        if self._replay.trains and not torch.is_grad_enabled():
-            self.again.append(self._passing[0])
+        if self.replay.trains and not torch.is_grad_enabled():
+            self.again.append(self.passing[0])
         elif self.again:
             return self.again.popleft(), False
-        return self._passing[0], True
+        return self.passing[0], True

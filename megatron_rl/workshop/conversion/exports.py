@@ -27,8 +27,8 @@ from megatron_rl.models.weight_files import (
     LARGEST_HEADER,
     TIED_COPY,
     companions,
-    header_entries,
     is_plain_name,
+    placed,
     refuse_links_out,
 )
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
@@ -123,10 +123,8 @@ def _headers_kept(kept: Path) -> dict[str, bytes]:
 def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
     """Add tensors that the checkpoint itself lacks: extras, and a copy of tied embeddings."""
     specs = dict(weights.specs)
-    placed = {
-        name for file, raw in beside.headers.items() for name in header_entries(raw, Path(file))
-    }
-    if tied and TIED_COPY in placed:
+    names = {name for file, raw in beside.headers.items() for name in placed(raw, Path(file))}
+    if tied and TIED_COPY in names:
         specs[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY)
     extras = {}
     if (beside.folder / EXTRAS).is_dir():

@@ -25,7 +25,7 @@ from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import Lora, ModelShape
-from megatron_rl.models.tensors import DTYPES, TensorSpec, dtype_name
+from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.evaluation import stored_model
@@ -175,7 +175,7 @@ def note(line: str) -> None:
 
 def digest(tensor: torch.Tensor) -> str:
     """A digest of dtype, shape and bytes, wherever they lie."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = as_bytes(tensor)
     about = f"{DTYPES[dtype_name(tensor.dtype)][0]} {'x'.join(map(str, tensor.shape))}"
     return f"{about} {xxhash.xxh3_64_hexdigest(flat.numpy().data)}"
 

@@ -23,7 +23,6 @@ from megatron_rl.batch import Batch, collate
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.models.points import Kind, Point, points
 from megatron_rl.runs.console import table
@@ -184,7 +183,7 @@ def measure(
     prompts = [Prompt(number, tuple(row), "", {}) for number, row in enumerate(ids.tolist())]
     params = SamplingParams(1, room - size[1])
     with served(config, stored, note) as sampler:
-        learner = Learner(model, Sections.of(whole))
+        learner = Learner(model, whole)
         for weights in dict.fromkeys((stored.base, stored.weights)):
             learner.load_hf(weights)
         compared = Comparison(learner)

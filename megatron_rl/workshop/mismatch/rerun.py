@@ -24,7 +24,6 @@ from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.nonfinite import CONFIG, POLICY, read_minibatch
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.train import load_policy
@@ -50,7 +49,7 @@ def rerun(dump: Path) -> str:
         raise ConfigError(f"{path}: no minibatch of a dump ({error})") from None
     config = _one_rank(recorded_config(path.parent / CONFIG))
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-    learner = Learner(model, Sections.of(config))
+    learner = Learner(model, config)
     if model.shape.lora is not None:
         # what the adapters change
         load_policy(learner, config.model, config.run.seed, reference=False)

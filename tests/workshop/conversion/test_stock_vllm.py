@@ -128,9 +128,8 @@ def distance(one: Scores | str, other: Scores | str) -> float:
 
 def by_learner(folder: Path, rows: Rows) -> Scores:
     from megatron_rl.learner.learner import Learner  # before megatron
-    from megatron_rl.learner.policy import Sections
 
-    learner = Learner(Model.of(read_hf_config(folder), Layout()), Sections.of(Config()))
+    learner = Learner(Model.of(read_hf_config(folder), Layout()), Config())
     rollouts = [
         rollout(row[1:], prompt=Prompt(number, row[:1], "", {}), group=number)
         for number, row in enumerate(rows)

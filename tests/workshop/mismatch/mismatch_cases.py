@@ -16,7 +16,6 @@ from transformers import Qwen3ForCausalLM
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.types import Rollout, SamplingParams, Scored
 from megatron_rl.workshop.mismatch.mismatch import LOGPROB, Comparison
@@ -52,7 +51,7 @@ class Case:
     def learner(self, forward: Forward) -> Iterator[Learner]:
         config = replace(make_config(self.live.format), learner=LearnerSection(forward=forward))
         model = Model.read(self.live.model.folder, config.learner, self.head)
-        with closing(Learner(model, Sections.of(config))) as learner:
+        with closing(Learner(model, config)) as learner:
             learner.load_hf(self.live.model.folder)
             yield learner
 

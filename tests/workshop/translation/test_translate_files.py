@@ -16,8 +16,7 @@ from translation_cases import ALL
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.correction_rules import check_correction, check_objective
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.config.schema import CorrectionConfig, LossName
-from megatron_rl.loss.policy_loss import LossConfig
+from megatron_rl.config.schema import CorrectionConfig, LossConfig, LossName
 from megatron_rl.workshop.translation.keys import TranslationError
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.translate import (

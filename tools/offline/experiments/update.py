@@ -68,7 +68,6 @@ def make_learner(options: argparse.Namespace) -> Any:
 
     from megatron_rl.learner.learner import Learner  # isort: skip  # before megatron
     from megatron_rl.config.load import load
-    from megatron_rl.learner.policy import Sections
     from megatron_rl.models.layout import Layout
     from megatron_rl.models.model import Model
 
@@ -87,7 +86,7 @@ def make_learner(options: argparse.Namespace) -> Any:
     if options.device == "cuda":
         demand_gpu()
     model = Model.of(card, Layout.from_config(config.learner))
-    learner = Learner(model, Sections.of(config))
+    learner = Learner(model, config)
     with torch.no_grad():
         for _, weight in learner.named_parameters():
             if weight.dim() == 1:
