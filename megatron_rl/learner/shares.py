@@ -52,7 +52,9 @@ class About:
         kept = batch.kept_ids_K is not None
         kept_sizes_B = batch.kept_sizes_B if kept else torch.zeros(len(batch))
         columns = {
-            name: column[:0] for name, column in batch.columns.items() if not name.endswith("_B")
+            name: torch.empty_like(column[:0])  # a view would keep the whole column
+            for name, column in batch.columns.items()
+            if not name.endswith("_B")
         }
         return cls(batch.table, trained_B, kept_sizes_B.long(), columns)
 
