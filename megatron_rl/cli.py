@@ -1,5 +1,5 @@
 """The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of
-`commands/`, or of `workshop/commands/`.
+`commands/`, or of `apps/commands/`.
 """
 
 import sys
@@ -14,7 +14,7 @@ with leaving_at_once():
 
     hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
 
-    from megatron_rl.commands import serve, train, workshop
+    from megatron_rl.commands import app, serve, train
     from megatron_rl.config import ConfigError
 
 
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-rl", description="More of each: megatron-rl COMMAND --help"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    upstairs = workshop("commands")
-    for command in (train, serve, *(upstairs.COMMANDS if upstairs else ())):
+    apps = app("commands")
+    for command in (train, serve, *(apps.COMMANDS if apps else ())):
         command.add(commands)
     return parser
 

@@ -32,13 +32,13 @@ from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
 from megatron_rl.rollout_correction.correction import without_stale
-from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.console import choose
-from megatron_rl.runs.progress import Progress, SaveSchedule
-from megatron_rl.runs.record import Recorder
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
-from megatron_rl.survival.stop_request import StopRequest
+from megatron_rl.supervision.stop_request import StopRequest
+from megatron_rl.tracking.alarms import Alarms
+from megatron_rl.tracking.console import choose
+from megatron_rl.tracking.progress import Progress, SaveSchedule
+from megatron_rl.tracking.record import Recorder
 from megatron_rl.types import NO_EXPERT, NOTHING, Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 

@@ -19,10 +19,10 @@ from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
-from megatron_rl.runs.causes import write_end
-from megatron_rl.runs.run_dir import LAUNCHER, RunDir
-from megatron_rl.survival.attempts import REFUSED
-from megatron_rl.survival.watch import RankWatch
+from megatron_rl.supervision.attempts import REFUSED
+from megatron_rl.supervision.watch import RankWatch
+from megatron_rl.tracking.causes import write_end
+from megatron_rl.tracking.run_dir import LAUNCHER, RunDir
 
 
 def main(run_dir: Path, parent: int) -> None:

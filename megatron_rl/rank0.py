@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 
 from megatron_rl.driver import Driver
 from megatron_rl.processes import heartbeat
-from megatron_rl.survival.stop_request import Ranks, ask_driver
+from megatron_rl.supervision.stop_request import Ranks, ask_driver
 
 T = TypeVar("T")
 

@@ -31,10 +31,10 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.model import Model
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.runs.metrics_file import combine
-from megatron_rl.runs.progress import Progress, reached
 from megatron_rl.step import Step
-from megatron_rl.survival.stop_request import StepGivenUp
+from megatron_rl.supervision.stop_request import StepGivenUp
+from megatron_rl.tracking.metrics_file import combine
+from megatron_rl.tracking.progress import Progress, reached
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.manifest import UpdateRefused

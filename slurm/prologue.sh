@@ -110,7 +110,7 @@ known=() status=0
 for node in "${nodes[@]}"; do known+=("$node=${address[$node]}"); done
 bad=$("${on_each_node[@]}" --job-name=nodes env --ignore-signal=USR1 MEGATRON_RL_NODES="$(joined "${known[@]}")" \
   MEGATRON_RL_PORT=$((20000 + SLURM_JOB_ID % 20000)) "${inside[@]}" \
-  "$SITE_VENV/bin/python" -m megatron_rl.workshop.nodes.check "$learning" "$RECIPE" "${overrides[@]}") || status=$?
+  "$SITE_VENV/bin/python" -m megatron_rl.apps.nodes.check "$learning" "$RECIPE" "${overrides[@]}") || status=$?
 [[ -z $by_hand ]] || exit 130
 if ((status)); then
   [[ ${EXCLUDE_BAD_NODE:-} == 1 ]] || bad=
@@ -176,7 +176,7 @@ ended_as=""
 if ((status)) && [[ -z $by_hand && $(job_says JobState) == RUNNING ]]; then ended_as=failed; fi
 if [[ -n $limit ]]; then ended_as=stopped,failed; fi
 if [[ -n $ended_as ]] && ((starts <= ${REQUEUES:-20})); then
-  again=("$SITE_VENV/bin/python" -m megatron_rl.survival.attempts "$ended_as" "$RECIPE" "${overrides[@]}")
+  again=("$SITE_VENV/bin/python" -m megatron_rl.supervision.attempts "$ended_as" "$RECIPE" "${overrides[@]}")
   if why=$("${here[@]}" "${again[@]}"); then
     queue_again "$why"
   else

@@ -13,8 +13,8 @@ from pathlib import Path
 from megatron_rl.config import load, to_yaml
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.processes import heartbeat
-from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.timeline import Span
+from megatron_rl.tracking.alarms import Alarms
+from megatron_rl.tracking.timeline import Span
 
 
 class Kept:
@@ -46,7 +46,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.models.model import Model
     from megatron_rl.rank0 import Rank0
     from megatron_rl.rollout.collect import sampling_params
-    from megatron_rl.runs.progress import Progress
+    from megatron_rl.tracking.progress import Progress
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 

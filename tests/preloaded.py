@@ -35,7 +35,7 @@ import megatron_rl.processes.process
 from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
 from megatron_rl.sampler.client import engine_process
 from megatron_rl.sampler.client.engine_process import engine_environment
-from megatron_rl.survival import launch
+from megatron_rl.supervision import launch
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
 FAMILY = socket.AF_UNIX, socket.SOCK_SEQPACKET  # each message arrives as a whole
@@ -52,7 +52,7 @@ MODULES = {
     "torch": (
         "torch.distributed",
         "megatron_rl.weight_sync.push",
-        "megatron_rl.workshop.conversion.quantized",
+        "megatron_rl.apps.conversion.quantized",
     ),
     "megatron": (
         "megatron_rl.learner.modules.host",

@@ -99,12 +99,12 @@ def test_what_is_recomputed_is_decided_before_the_ranks_start(
 ) -> None:
     started: list[Config] = []
     monkeypatch.setattr(
-        "megatron_rl.survival.launch.launch", lambda config, report: started.append(config) or 0
+        "megatron_rl.supervision.launch.launch", lambda config, report: started.append(config) or 0
     )
     if machine:
         monkeypatch.setattr("megatron_rl.preflight.checks.detect", lambda wanted: named(machine))
     if not planner:
-        monkeypatch.setattr(train, "workshop", lambda module: None)
+        monkeypatch.setattr(train, "app", lambda module: None)
     assert (
         cli.main(
             [

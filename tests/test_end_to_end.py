@@ -16,10 +16,10 @@ import torch
 from helpers import typed, wait_for
 from preloaded import said
 
+from megatron_rl.apps.quickstart import write_experts
 from megatron_rl.data.toy import write_reasoning, write_toy
-from megatron_rl.runs.metrics_file import decode_line
-from megatron_rl.runs.rollout_file import read_rollouts
-from megatron_rl.workshop.quickstart import write_experts
+from megatron_rl.tracking.metrics_file import decode_line
+from megatron_rl.tracking.rollout_file import read_rollouts
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOT = Path(__file__).parent.parent

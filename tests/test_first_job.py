@@ -34,7 +34,7 @@ SHELL = re.compile(r"^```sh\n(make install\n.*?)^```$", re.DOTALL | re.MULTILINE
 # says that it was called, and does what the job does first: its check, without the nodes
 SBATCH = """#!/usr/bin/env bash
 recipe=$(bash -c "$(grep '^RECIPE=' "$1"); echo \\$RECIPE")
-.venv/bin/python -m megatron_rl.workshop.planner.slurm "$1" "$recipe" && echo "Submitted batch job 7 for $recipe"
+.venv/bin/python -m megatron_rl.apps.planner.slurm "$1" "$recipe" && echo "Submitted batch job 7 for $recipe"
 """
 
 

@@ -11,7 +11,7 @@ from helpers import small_recipes, typed
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lora.md"

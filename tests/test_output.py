@@ -20,7 +20,7 @@ MEGATRON_RL = (sys.executable, "-m", "megatron_rl.cli")
 SPEAKER = """
 import sys
 from megatron_rl.processes.process import best_effort_output
-from megatron_rl.runs.console import choose_display
+from megatron_rl.tracking.console import choose_display
 with best_effort_output():
     display = choose_display("run", 3)
     sys.stdin.readline()

@@ -15,13 +15,13 @@ import recipes_table
 from grid import is_grid
 from preloaded import run
 
+from megatron_rl.apps.planner.case import Case
+from megatron_rl.apps.planner.plan import plan
 from megatron_rl.config import cluster, load, read
 from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted(

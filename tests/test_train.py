@@ -34,11 +34,11 @@ from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import minibatches
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout.collect import Collected
-from megatron_rl.runs.progress import Progress, SaveSchedule
-from megatron_rl.runs.status import read_status
 from megatron_rl.sampler.sampler import SamplerStats
 from megatron_rl.step import Step
-from megatron_rl.survival.stop_request import StepGivenUp
+from megatron_rl.supervision.stop_request import StepGivenUp
+from megatron_rl.tracking.progress import Progress, SaveSchedule
+from megatron_rl.tracking.status import read_status
 from megatron_rl.types import NO_EXPERT, Rollout, Scored
 from megatron_rl.weight_sync.manifest import UpdateRefused
 

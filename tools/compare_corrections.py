@@ -43,6 +43,13 @@ with leaving_at_once():
     from jobs import queue
     from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
 
+    from megatron_rl.apps.comparison.comparison import Cell, Comparison, Result
+    from megatron_rl.apps.comparison.findings import summary
+    from megatron_rl.apps.comparison.page import write_comparison
+    from megatron_rl.apps.comparison.wandb_runs import log_comparison
+    from megatron_rl.apps.quickstart import TASKS
+    from megatron_rl.apps.reports.report import headline_numbers
+    from megatron_rl.apps.reports.run_data import RunData, load_run
     from megatron_rl.config import ConfigError, load, to_yaml
     from megatron_rl.config.schema import Config, Device, IfExists
     from megatron_rl.data.prompts import check_datasets
@@ -50,16 +57,9 @@ with leaving_at_once():
     from megatron_rl.preflight.machine import detect
     from megatron_rl.processes.process import run_script
     from megatron_rl.rewards.functions import RECIPE_FOLDER
-    from megatron_rl.runs.console import duration
-    from megatron_rl.runs.run_dir import RunDir, check_run_dir
-    from megatron_rl.runs.status import known_status
-    from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
-    from megatron_rl.workshop.comparison.findings import summary
-    from megatron_rl.workshop.comparison.page import write_comparison
-    from megatron_rl.workshop.comparison.wandb_runs import log_comparison
-    from megatron_rl.workshop.quickstart import TASKS
-    from megatron_rl.workshop.reports.report import headline_numbers
-    from megatron_rl.workshop.reports.run_data import RunData, load_run
+    from megatron_rl.tracking.console import duration
+    from megatron_rl.tracking.run_dir import RunDir, check_run_dir
+    from megatron_rl.tracking.status import known_status
 
 INTERRUPTED = 130
 DOCS = Path("docs")

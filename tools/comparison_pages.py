@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_rl.apps.comparison.comparison import Comparison
+from megatron_rl.apps.comparison.findings import TEST, summary
 from megatron_rl.config import ConfigError
 from megatron_rl.files import write_whole
-from megatron_rl.runs.metrics_file import NUMBERS
-from megatron_rl.workshop.comparison.comparison import Comparison
-from megatron_rl.workshop.comparison.findings import TEST, summary
+from megatron_rl.tracking.metrics_file import NUMBERS
 
 BLOCKS = ("table", "findings", "figure")
 SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")

@@ -66,8 +66,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def inspect(given: argparse.Namespace) -> int:
-    from megatron_rl.runs.console import table
-    from megatron_rl.workshop.conversion.inspection import inspect
+    from megatron_rl.apps.conversion.inspection import inspect
+    from megatron_rl.tracking.console import table
 
     found = inspect(given.source, given.hf)
     print("\n".join(table(("", given.source), found.rows)))
@@ -78,8 +78,8 @@ def inspect(given: argparse.Namespace) -> int:
 
 
 def import_(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.imports import import_folder
-    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.apps.conversion.imports import import_folder
+    from megatron_rl.apps.conversion.sources import find
 
     import_folder(find(given.source), given.target)
     print(f"wrote the checkpoint {given.target}")
@@ -87,8 +87,8 @@ def import_(given: argparse.Namespace) -> int:
 
 
 def export(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.exports import export_folder
-    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.apps.conversion.exports import export_folder
+    from megatron_rl.apps.conversion.sources import find
 
     export_folder(find(given.source, given.hf), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
@@ -96,8 +96,8 @@ def export(given: argparse.Namespace) -> int:
 
 
 def adapters(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.evaluation.adapters import is_peft, write_peft
+    from megatron_rl.apps.conversion.sources import find
+    from megatron_rl.apps.evaluation.adapters import is_peft, write_peft
 
     source = find(given.source, given.hf)
     held = source.adapters
@@ -112,8 +112,8 @@ def adapters(given: argparse.Namespace) -> int:
 
 
 def quantize(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.quantized import quantize_folder
-    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.apps.conversion.quantized import quantize_folder
+    from megatron_rl.apps.conversion.sources import find
 
     quantize_folder(
         find(given.source, given.hf),
@@ -127,8 +127,8 @@ def quantize(given: argparse.Namespace) -> int:
 
 
 def dequantize(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.dequantized import dequantize_folder
-    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.apps.conversion.dequantized import dequantize_folder
+    from megatron_rl.apps.conversion.sources import find
 
     dequantize_folder(find(given.source), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
@@ -136,9 +136,9 @@ def dequantize(given: argparse.Namespace) -> int:
 
 
 def verify(given: argparse.Namespace) -> int:
+    from megatron_rl.apps.conversion.sources import find
+    from megatron_rl.apps.conversion.verification import Verified, compare
     from megatron_rl.files import refuse_special
-    from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.conversion.verification import Verified, compare
 
     refuse_special(given.report)
     sources = [find(name, given.hf) for name in (given.one, given.other)]

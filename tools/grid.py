@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.apps.quickstart import TASKS
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import SET_NAME
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.workshop.quickstart import TASKS
 
 KEYS = ("base", "task", "outliers", "seeds", "axes", "leave_out", "sizes", "reference")
 SIZES = ("subset", "default", "full")

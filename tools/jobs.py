@@ -45,7 +45,7 @@ def queue(
             file=sys.stderr,
         )
         return 2
-    check_one = [sys.executable, "-m", "megatron_rl.workshop.planner.slurm", script]
+    check_one = [sys.executable, "-m", "megatron_rl.apps.planner.slurm", script]
     if [
         run
         for run in left

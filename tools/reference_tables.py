@@ -8,13 +8,13 @@ import argparse
 import sys
 from collections.abc import Mapping
 
+from megatron_rl.apps.translation.table import Row, Table, projects, shared, table
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.reference import entries
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.config.shape import keys_of
-from megatron_rl.runs.alarms import RULES, Rule
-from megatron_rl.runs.metrics import METRICS
-from megatron_rl.workshop.translation.table import Row, Table, projects, shared, table
+from megatron_rl.tracking.alarms import RULES, Rule
+from megatron_rl.tracking.metrics import METRICS
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
@@ -86,7 +86,7 @@ def metrics() -> str:
         "",
         "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is "
         "generated from the table",
-        "in `megatron_rl/runs/metrics.yaml`: `python tools/reference_tables.py metrics > "
+        "in `megatron_rl/tracking/metrics.yaml`: `python tools/reference_tables.py metrics > "
         "docs/metrics.md`.",
         "",
         "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
@@ -164,7 +164,7 @@ values, 32 levels. Text of it is escaped in the recipe, which is read back befor
 The correction is translated exactly or refused ([corrections.md](corrections.md#from-another-project)). Without `-o`
 it alone is printed, as a recipe's section, also for fireworks (the cookbook).
 
-This page is generated from the tables that the command reads, `megatron_rl/workshop/translation/tables/`:
+This page is generated from the tables that the command reads, `megatron_rl/apps/translation/tables/`:
 `python tools/reference_tables.py coming_from > docs/coming_from.md`.
 """
 

@@ -11,10 +11,10 @@ from grid import Grid
 from outliers import with_outliers
 from run_in_turn import FINISHED, Job, Runner
 
+from megatron_rl.apps.quickstart import TASKS
 from megatron_rl.models.weight_files import INDEX, SINGLE
-from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.runs.status import known_status
-from megatron_rl.workshop.quickstart import TASKS
+from megatron_rl.tracking.run_dir import RunDir
+from megatron_rl.tracking.status import known_status
 
 
 def write_data(grid: Grid) -> None:

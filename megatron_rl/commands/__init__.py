@@ -12,10 +12,10 @@ from typing import Any
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
-def workshop(module: str) -> ModuleType | None:
-    """A module of megatron_rl/workshop/; None if that package is not installed."""
-    if find_spec("megatron_rl.workshop"):
-        return import_module(f"megatron_rl.workshop.{module}")
+def app(module: str) -> ModuleType | None:
+    """A module of megatron_rl/apps/; None if that package is not installed."""
+    if find_spec("megatron_rl.apps"):
+        return import_module(f"megatron_rl.apps.{module}")
     return None
 
 

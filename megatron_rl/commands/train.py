@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands import command, recipe_arguments, rewards_beside, workshop
+from megatron_rl.commands import app, command, recipe_arguments, rewards_beside
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
 from megatron_rl.config.reference import explain
@@ -23,7 +23,7 @@ from megatron_rl.processes import job
 
 if TYPE_CHECKING:
     from megatron_rl.preflight.checks import Checked
-    from megatron_rl.runs.run_dir import RunDir
+    from megatron_rl.tracking.run_dir import RunDir
 
 
 def add(commands: Any) -> None:
@@ -99,7 +99,7 @@ def plan_run(
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         checked = replace(checked, notes=(*checked.notes, *_check_place(config, dry=True)))
-    summary = workshop("planner.summary")
+    summary = app("planner.summary")
     print(
         summary.describe(config, checked, changed)
         if summary
@@ -119,9 +119,9 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
         print(f"note: {note}", file=sys.stderr)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
-    from megatron_rl.runs.run_dir import RunDir
-    from megatron_rl.survival.attempts import keep_going
-    from megatron_rl.survival.launch import launch
+    from megatron_rl.supervision.attempts import keep_going
+    from megatron_rl.supervision.launch import launch
+    from megatron_rl.tracking.run_dir import RunDir
 
     if ranks == "local":
         return keep_going(partial(launch, report=report), config, attempts, print)
@@ -138,8 +138,8 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
 
 
 def report(run: RunDir) -> str:
-    """Write the report of a run that has ended, where there is a workshop; return where it is."""
-    after_run = workshop("reports.after_run")
+    """Write the report of a run that has ended, if the apps are installed; return its path."""
+    after_run = app("reports.after_run")
     if after_run:
         return str(after_run.finish(run))
     return ""
@@ -155,7 +155,7 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     checked = check(config, found, **given)
     about = checked.policy.hf_config, checked.machine
     said = ""
-    if phases := workshop("planner.phases"):
+    if phases := app("planner.phases"):
         config, said = phases.for_machine(config, *about)
     elif config.learner.undecided:
         level = Recompute.none
@@ -163,7 +163,7 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
             level = Recompute.full
             said = "learner.recompute=auto: full, as nothing here plans memory"
         config = replace(config, learner=replace(config.learner, recompute=level))
-    plan = workshop("planner.plan")
+    plan = app("planner.plan")
     if plan and (problems := plan.share_problems(config, *about)):
         raise ConfigError("\n".join(problems))
     return config, replace(checked, notes=(*checked.notes, said) if said else checked.notes)
@@ -187,7 +187,7 @@ def _check_place(config: Config, dry: bool = False) -> list[str]:
     """Check the data, the run's directory and the rewards; return the notes."""
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.rewards.pool import Unreachable, check_called
-    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.tracking.run_dir import RunDirectoryUsed, check_run_dir
 
     notes, asked = check_datasets(config)
     path = config.run.folder

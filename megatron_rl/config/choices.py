@@ -154,7 +154,7 @@ class Estimator(StrEnum):
 class AlarmSetting:
     on: bool = True
     stops: bool = False  # ends the run; else it warns
-    bound: float | None = None  # None: the rule's own (runs/alarms.py)
+    bound: float | None = None  # None: the rule's own (tracking/alarms.py)
 
 
 def alarm_setting(value: Any) -> AlarmSetting | None:

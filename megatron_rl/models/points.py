@@ -1,6 +1,6 @@
 """Names, in order, of points in a forward pass where learner and engine are compared. Torch-free.
 
-Which module shows each is in `workshop/mismatch/mismatch.py` and `engine/hooks.py`.
+Which module shows each is in `apps/mismatch/mismatch.py` and `engine/hooks.py`.
 
 The values of a point are [positions, width]; those that several of Hugging Face's matrices make lie
 side by side: queries, keys, values; gate, up.

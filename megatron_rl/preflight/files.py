@@ -20,7 +20,7 @@ from megatron_rl.models import weight_files
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.runs.wandb_log import resolve_mode
+from megatron_rl.tracking.wandb_log import resolve_mode
 
 LARGEST_TOKENIZER = 256 << 20
 

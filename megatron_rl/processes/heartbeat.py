@@ -1,5 +1,5 @@
 """Heartbeat of a rank: its phase, its progress and what it waits for, in a file for hang detection
-(survival/watch.py).
+(supervision/watch.py).
 
 The loop says what it does (`phase`, `waiting`, `mark`); a thread writes it to a file every few
 seconds.

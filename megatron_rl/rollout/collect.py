@@ -25,7 +25,7 @@ from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.session_rewards import session_metrics, session_score
-from megatron_rl.runs.timeline import Span
+from megatron_rl.tracking.timeline import Span
 from megatron_rl.types import (
     NEARLY_RIGHT,
     Prompt,

@@ -16,7 +16,7 @@ from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions, packed
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import stored_tensors
-from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights, this_rank
 

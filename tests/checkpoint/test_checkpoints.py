@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.checkpoints import TornCheckpoint
 from megatron_rl.checkpoint.resume import gap, goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 
 CONFIG: dict[str, Any] = {
     "run": {"steps": 4, "seed": 1, "stop": {"eval/accuracy": 0.5}},

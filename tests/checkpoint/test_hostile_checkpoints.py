@@ -32,7 +32,7 @@ from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.models.mapping import find
 from megatron_rl.models.shape import Lora, ModelShape
-from megatron_rl.runs.run_dir import open_run
+from megatron_rl.tracking.run_dir import open_run
 
 YAML = to_yaml(from_mapping({"run": {"name": "run"}}))
 EVIDENCE = "executed"

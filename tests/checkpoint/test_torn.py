@@ -8,8 +8,8 @@ import pytest
 from helpers import Command
 from run_factory import make_run, make_scored, start
 
-from megatron_rl.runs.metrics_file import read_lines, read_metrics
-from megatron_rl.runs.rollout_file import read_rollouts
+from megatron_rl.tracking.metrics_file import read_lines, read_metrics
+from megatron_rl.tracking.rollout_file import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 

@@ -296,7 +296,7 @@ def test_defaults_and_plain_strings_are_clean() -> None:
 def test_checks_and_translation_need_no_torch() -> None:
     code = (
         "import sys, megatron_rl.config.correction_rules, "
-        "megatron_rl.workshop.translation.translate; sys.exit('torch' in sys.modules or 'numpy' "
+        "megatron_rl.apps.translation.translate; sys.exit('torch' in sys.modules or 'numpy' "
         "in sys.modules)"
     )
     program(code)

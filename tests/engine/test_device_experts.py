@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from preloaded import said
 
-from megatron_rl.workshop.quickstart import write_experts
+from megatron_rl.apps.quickstart import write_experts
 
 pytestmark = pytest.mark.engine
 

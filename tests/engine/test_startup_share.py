@@ -7,12 +7,12 @@ import pytest
 from helpers import APART
 from preloaded import said
 
+from megatron_rl.apps.planner.case import Case
+from megatron_rl.apps.planner.phases import SHARE, Memory, largest_share
+from megatron_rl.apps.planner.plan import plan
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.phases import SHARE, Memory, largest_share
-from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
 # whether vLLM would start, of each share, free bytes and all bytes of a GPU

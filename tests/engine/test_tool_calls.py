@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from environments.chats import TOOLS
 
+from megatron_rl.apps.toy_tools import write_tools
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.processes.channel import Refused
 from megatron_rl.types import ToolCall
-from megatron_rl.workshop.toy_tools import write_tools
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "317*999"}}\n</tool_call>'
 

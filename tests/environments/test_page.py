@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers import block, small_recipes, typed
 
-from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 

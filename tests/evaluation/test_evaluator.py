@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config, RewardSection
 from megatron_rl.evaluation import Evaluator
 from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.collect import Scorer
-from megatron_rl.runs.metrics import unknown
+from megatron_rl.tracking.metrics import unknown
 from megatron_rl.types import Prompt, Verdict
 
 

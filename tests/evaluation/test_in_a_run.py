@@ -14,11 +14,11 @@ import pytest
 from helpers import write_lines
 from preloaded import run
 
+from megatron_rl.apps.reports.run_data import load_run
+from megatron_rl.apps.reports.sections import sections
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.workshop.reports.run_data import load_run
-from megatron_rl.workshop.reports.sections import sections
+from megatron_rl.tracking.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

@@ -13,11 +13,11 @@ import torch
 from box import ROOT, Box
 from helpers import hf_shapes, wait_for
 
+from megatron_rl.apps.conversion.work import partial_of
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import INDEX, HfFolder, write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.workshop.conversion.work import partial_of
 
 
 def convert(*words: object) -> list[str]:

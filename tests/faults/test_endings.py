@@ -11,8 +11,8 @@ import pytest
 from box import Box, lines
 from helpers import file_system, wait_for
 
-from megatron_rl.runs.causes import Cause
-from megatron_rl.runs.status import read_status
+from megatron_rl.tracking.causes import Cause
+from megatron_rl.tracking.status import read_status
 
 PATIENCE_S = 400
 ALONE = "learner.tensor_parallel=1"  # where it does not matter how many ranks there are

@@ -9,8 +9,8 @@ import kills
 import pytest
 from box import PATIENCE_S, Box
 
-from megatron_rl.runs.rollout_file import read_rollouts
-from megatron_rl.workshop.toy_tools import write_tools
+from megatron_rl.apps.toy_tools import write_tools
+from megatron_rl.tracking.rollout_file import read_rollouts
 
 # a policy that knows nothing stops after any token: sessions of one turn to three
 TALK = """

@@ -14,7 +14,7 @@ from box import Box, needs_slurm
 from helpers import wait_for
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.runs.status import known_status
+from megatron_rl.tracking.status import known_status
 
 pytestmark = needs_slurm
 END_S = 400

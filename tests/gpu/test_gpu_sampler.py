@@ -19,6 +19,7 @@ from pretended import SIZES
 from simulated import hf_config, local_parameters, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 
+from megatron_rl.apps.planner.memory.engine import ASLEEP, CONTEXT
 from megatron_rl.config.schema import (
     Config,
     Device,
@@ -41,7 +42,6 @@ from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.planner.memory.engine import ASLEEP, CONTEXT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,6 +15,9 @@ from pretended import B200, H100, Device
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.utils import request_memory
 
+from megatron_rl.apps.planner.case import Case
+from megatron_rl.apps.planner.phases import SHARE, largest_share
+from megatron_rl.apps.planner.plan import plan
 from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Sleep, Transport
 from megatron_rl.preflight.files import read_card
@@ -24,9 +27,6 @@ from megatron_rl.sampler.engine_settings import (
     engine_arguments,
     write_engine_folder,
 )
-from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.phases import SHARE, largest_share
-from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])

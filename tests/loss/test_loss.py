@@ -32,7 +32,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.policy_loss import Totals, reduction_of
-from megatron_rl.runs.metrics import unknown
+from megatron_rl.tracking.metrics import unknown
 
 B = 8
 T = 7

@@ -59,7 +59,7 @@ def test_what_a_host_lacks_has_its_reason(text, limit, lacking, host):
 PRODUCTS = """
 import json, torch
 from megatron_rl.quantization import host_products
-from megatron_rl.runs.status import environment
+from megatron_rl.tracking.status import environment
 host_products.install()
 codes = torch.full((16, 256), 127, dtype=torch.int8)
 weight = host_products.Int8Weight(codes, torch.ones(16, 1))

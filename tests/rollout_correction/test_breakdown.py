@@ -14,6 +14,7 @@ import torch
 from matrices import batch_of, flat_of, matrix, rollout_correction
 from rollouts import rollout
 
+from megatron_rl.apps.reports.run_data import recorded_breakdowns, session_table
 from megatron_rl.batch import Share, collate
 from megatron_rl.config.schema import CorrectionConfig
 from megatron_rl.rollout_correction.breakdown import (
@@ -25,10 +26,9 @@ from megatron_rl.rollout_correction.breakdown import (
     mismatch_in_sessions,
     pooled,
 )
-from megatron_rl.runs.metrics import unknown
-from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
+from megatron_rl.tracking.metrics import unknown
+from megatron_rl.tracking.rollout_file import load_recorded, write_rollouts
 from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn
-from megatron_rl.workshop.reports.run_data import recorded_breakdowns, session_table
 
 ROWS = 6
 COLUMNS = 20

@@ -18,7 +18,7 @@ from megatron_rl.batch import Share
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction import correction
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.runs.metrics import unknown
+from megatron_rl.tracking.metrics import unknown
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
 import corrections as bench

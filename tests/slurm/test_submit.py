@@ -195,7 +195,7 @@ def test_what_runs_on_the_nodes(site: Site, tool: str) -> None:
         assert " ".join(around) in " ".join(words)
         assert environment["WANDB_API_KEY"] == "canary-5d0e"
     assert "MEGATRON_RL_NODES=n1=127.0.0.1,n2=127.0.0.1" in check
-    assert ".venv/bin/python -m megatron_rl.workshop.nodes.check 2 mine.yaml" in " ".join(check)
+    assert ".venv/bin/python -m megatron_rl.apps.nodes.check 2 mine.yaml" in " ".join(check)
     assert {
         "--nodelist=n1,n2",
         "--nodes=2",

@@ -19,15 +19,15 @@ from helpers import wait_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs.status import read_status
+from megatron_rl.tracking.status import read_status
 
 ROOT = Path(__file__).parents[2]
 TRAINER = """
 import os, shutil, signal, sys, time
 from io import StringIO
 from pathlib import Path
-from megatron_rl.runs.console import PlainDisplay
-from megatron_rl.runs.record import Recorder
+from megatron_rl.tracking.console import PlainDisplay
+from megatron_rl.tracking.record import Recorder
 from megatron_rl.config.schema import LogSection
 
 heard = []

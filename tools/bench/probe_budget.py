@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.apps.evaluation.stored_model import StoredModel, StoredWeights, settings
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.toy import hf_config
@@ -41,7 +42,6 @@ from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams, Scored
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from outliers import with_outliers

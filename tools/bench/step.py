@@ -41,9 +41,9 @@ from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.data.toy import save_tokenizer
 from megatron_rl.processes import instructions
-from megatron_rl.runs.progress import Progress
-from megatron_rl.runs.run_dir import RunDir, open_run
-from megatron_rl.survival import launch
+from megatron_rl.supervision import launch
+from megatron_rl.tracking.progress import Progress
+from megatron_rl.tracking.run_dir import RunDir, open_run
 
 HERE = Path(__file__).resolve().parent
 BESIDE = HERE.parents[1] / "build" / "trl"

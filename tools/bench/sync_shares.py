@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.apps.planner.traffic import SamplerLayout, links, lower_bound, plan_sync
 from megatron_rl.config.schema import (
     Config,
     Format,
@@ -44,7 +45,6 @@ from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound, plan_sync
 
 RANKS = 4
 ENGINE_TP = 2

@@ -26,12 +26,12 @@ import torch
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from megatron_rl.apps.reports.charts import PALETTE, add_line, layout
+from megatron_rl.apps.reports.pages import PLOTLY
 from megatron_rl.batch import Batch, Targets
 from megatron_rl.config.schema import CorrectionConfig, LossConfig, WeightConfig
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.rollout_correction.correction import rollout_correction
-from megatron_rl.workshop.reports.charts import PALETTE, add_line, layout
-from megatron_rl.workshop.reports.pages import PLOTLY
 
 VOCABULARY = 4
 LENGTH = 4

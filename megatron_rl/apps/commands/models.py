@@ -1,0 +1,262 @@
+"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about
+a dumped update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.commands import command, folder_name, overrides, rewards_beside
+from megatron_rl.config import ConfigError, load, recorded_config
+from megatron_rl.processes.process import printable
+
+if TYPE_CHECKING:
+    from megatron_rl.apps.evaluation.stored_model import StoredModel
+    from megatron_rl.config.schema import Config
+
+
+LONGEST_TEXT = 1 << 20  # of a text to answer, in characters: more than a context holds
+# files and functions that need not be here
+UNUSED = (
+    "data.eval=null",
+    "eval.sets=null",
+    "reward.name=exact_match",
+)
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
+        "Face folder, or a recipe, for the model that it begins with",
+    )
+    overrides(parser, "such as eval.samples=8 data.template={}")
+    formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
+    parser.add_argument(
+        "--format", choices=formats, default="bf16", help="of the weights in the engine"
+    )
+    parser.add_argument(
+        "--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint"
+    )
+
+
+@contextmanager
+def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config, StoredModel]]:
+    """The model that MODEL names, and how it is to be sampled, `without` what the run had; what
+    fails is one line.
+    """
+    from megatron_rl.apps.evaluation.stored_model import find, run_of, settings
+    from megatron_rl.checkpoint.torch_dist.index import CheckpointError
+    from megatron_rl.rewards.pool import RewardsHang
+    from megatron_rl.sampler.client.interface import SamplerError
+    from megatron_rl.weight_sync.manifest import WeightSyncError
+
+    path = options.model
+    run = run_of(options.model)
+    recipe = None
+    if path.suffix == ".yaml":
+        rewards_beside(path)
+        recipe = load(path, options.overrides)
+        path = Path(recipe.model.path)
+    stored = find(path, recorded_config(run / "config.yaml") if run else recipe, options.hf)
+    if stored.note:
+        note(f"note: {stored.note}")
+    try:
+        yield settings(run, stored, options.format, [*without, *options.overrides], recipe), stored
+    except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _row(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"answer": "42"}}')
+
+
+def add(commands: Any) -> None:
+    about = "avg@k, pass@k and maj@k of a model on held-out sets"
+    evaluate = command(commands, "eval", _eval, about)
+    model_arguments(evaluate)
+    evaluate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SET",
+        dest="sets",
+        help="a file, NAME=FILE, a preset of conf/data, or a set of the run; several times for several (default: all)",
+    )
+    evaluate.add_argument(
+        "-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT"
+    )
+
+    chat = command(commands, "chat", _chat, "a run's model, or any other, answers what is typed")
+    model_arguments(chat)
+    chat.add_argument(
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        help="answer this once; without it, standard input is asked",
+    )
+    chat.add_argument(
+        "--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset"
+    )
+
+    about = "differences of learner and sampler, point by point of a forward pass"
+    compare = command(commands, "mismatch", _mismatch, about)
+    model_arguments(compare)
+    compare.add_argument(
+        "-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s"
+    )
+    compare.add_argument(
+        "--tokens", type=int, default=128, metavar="N", help="of each at most (%(default)s)"
+    )
+    compare.set_defaults(format=None)
+
+    about = "repeats an update that was not finite, and says where it began"
+    repeat = command(commands, "rerun-step", _rerun_step, about)
+    repeat.add_argument(
+        "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
+    )
+
+
+def _eval(options: argparse.Namespace) -> int:
+    with opened(options) as (config, stored):
+        from megatron_rl.apps.evaluation.measure import measure, with_sets
+        from megatron_rl.preflight.checks import check_alone, environment
+
+        config = with_sets(config, options.sets)
+        folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
+        for line in check_alone(config, stored.base, environment):
+            note(f"note: {line}")
+        print(measure(config, stored, folder, note))
+        print(f"pass rates, prompt by prompt: {folder}")
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    with opened(options, *UNUSED) as (config, stored):
+        from megatron_rl.apps.evaluation.chat import Unanswered, begun
+        from megatron_rl.preflight.checks import check_alone
+
+        once = options.prompt
+        if once is None and not (sys.stdin and sys.stdin.isatty()):
+            once = _piped()
+        if once is not None:
+            _check_text(once)
+        check_alone(config, stored.base)
+        with begun(config, stored, options.row, note) as chat:
+            if once is not None:
+                try:
+                    print(chat.answer(once))
+                except Unanswered as error:
+                    raise ConfigError(f"-p: {error}") from None
+                return 0
+            _talk(chat)
+    return 0
+
+
+def _piped() -> str:
+    """The text that a pipe or a file gives as standard input, which may be closed."""
+    try:
+        if sys.stdin:
+            return sys.stdin.read(LONGEST_TEXT + 1).rstrip("\n")
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"standard input: {error}; give a text in UTF-8") from None
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise ConfigError("-p: nothing to answer; give a text")
+    if len(text) > LONGEST_TEXT:
+        raise ConfigError(f"-p: the text is longer than {LONGEST_TEXT} characters")
+    if any("\ud800" <= one <= "\udfff" for one in text):  # what Python makes of other bytes
+        raise ConfigError(f"-p: {text[:40]!a} is not UTF-8")
+
+
+def _talk(chat: Any) -> None:
+    from megatron_rl.apps.evaluation.chat import Unanswered
+
+    with suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited
+
+    print(
+        "a conversation; Ctrl-D ends it"
+        if chat.talks
+        else "no chat template: each line is continued; Ctrl-D ends"
+    )
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return
+        except UnicodeDecodeError as error:
+            print(f"error: {error}")
+            continue
+        if text.strip():
+            try:
+                _check_text(text)
+                print(printable(chat.answer(text)))
+            except (ConfigError, Unanswered) as error:
+                print(f"error: {error}")
+
+
+def _mismatch(options: argparse.Namespace) -> int:
+    from megatron_rl.apps.evaluation.stored_model import run_of
+
+    for name, least in (("sequences", 1), ("tokens", 4)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name}: {getattr(options, name)}, expected {least} or more")
+    run = run_of(options.model)
+    with opened(options, *UNUSED, *as_the_run(options, run)) as (config, stored):
+        from megatron_rl.preflight.checks import check_alone, check_watched
+        from megatron_rl.rank import alone
+
+        check_alone(config, stored.base)
+        check_watched(config)
+        with alone():
+            from megatron_rl.apps.mismatch.mismatch import measure
+
+            print(measure(config, stored, options.sequences, options.tokens, note))
+    return 0
+
+
+def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
+    """Settings that are as the run had them, unless the command line says otherwise."""
+    from megatron_rl.apps.evaluation.stored_model import FORMATS
+    from megatron_rl.config.schema import Config
+
+    recorded = recorded_config(run / "config.yaml") if run else Config()
+    names = {format: name for name, format in FORMATS.items()}
+    options.format = options.format or names[recorded.quantization.format]
+    if recorded.quantization.smoothing:
+        note("note: the engine is served without the run's quantization.smoothing")
+    return [
+        f"learner.forward={recorded.learner.forward.value}",
+        f"learner.precision={recorded.learner.precision.value}",
+        f"model.head_precision={recorded.model.head_precision.value}",
+    ]
+
+
+def _rerun_step(options: argparse.Namespace) -> int:
+    from megatron_rl.rank import alone
+
+    with alone():
+        from megatron_rl.apps.mismatch.rerun import rerun
+
+        print(rerun(options.dump))
+    return 0

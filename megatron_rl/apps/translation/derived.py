@@ -1,0 +1,207 @@
+"""Derivation of our keys from facts of another project's recipe (table rows with a =).
+
+`shared.yaml` lists the facts: batch, lengths, schedule, layout, model, data. The keys of a
+translated recipe are then fitted to each other.
+"""
+
+import re
+
+from megatron_rl.apps.translation.layout import Accounts, Values, layout, ranks
+from megatron_rl.apps.translation.table import shared
+from megatron_rl.config.plain_yaml import CONF
+from megatron_rl.config.schema import LearnerSection
+
+GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
+MOST_AHEAD = 64
+LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
+
+
+def derive(values: Values, told: Accounts) -> None:
+    """Replaces the facts by keys."""
+    for step in (
+        _switches,
+        _clips,
+        ranks,
+        _lengths,
+        _batch,
+        _schedule,
+        layout,
+        _model,
+        _data,
+        _sampling,
+    ):
+        step(values, told)
+    if reward := values.get("=reward"):
+        told.note("reward", reward=reward)
+    for fact in shared()["facts"]:
+        values.pop(f"={fact}", None)
+
+
+def _switches(values: Values, told: Accounts) -> None:
+    for fact, key in shared()["switches"].items():
+        if values.get(f"={fact}") is False:
+            values.pop(key, None)
+    if not values.get("rollout.ahead"):
+        values.pop("rollout.in_flight", None)
+    estimator = "advantage.estimator"
+    if "=grpo_is" in values and values.get(estimator, "grpo") == "grpo":
+        values[estimator] = values["=grpo_is"]
+    if values.get("=leave_one_out"):
+        if values.get(estimator) == "dr_grpo":
+            values[estimator] = "rloo"
+        else:
+            told.lacks("a baseline without the answer itself", "baseline")
+
+
+def _clips(values: Values, told: Accounts) -> None:
+    if "=both_clips" in values:
+        for key in ("loss.clip_low", "loss.clip_high"):
+            values.setdefault(key, values["=both_clips"])
+    if values.get("loss.clip_low", 0) > 1:  # no ratio is below 0
+        values["loss.clip_low"] = 1.0
+
+
+def _lengths(values: Values, told: Accounts) -> None:
+    total = values.get("=total_tokens")
+    prompt = values.get("rollout.max_prompt_tokens")
+    response = values.get("rollout.max_response_tokens")
+    if total is None or (prompt and response and prompt + response <= total):
+        return
+    if response and response < total:
+        values["rollout.max_prompt_tokens"] = total - response
+        return
+    if not prompt or prompt >= total:
+        prompt = min(LONGEST_PROMPT, total // 2)
+    told.note("shared_tokens", total=total, prompt=prompt)
+    values["rollout.max_prompt_tokens"] = prompt
+    values["rollout.max_response_tokens"] = total - prompt
+
+
+def _batch(values: Values, told: Accounts) -> None:
+    samples = values.get("rollout.samples_per_prompt", 1)
+    if device_rows := values.get("=device_answers"):
+        rows = device_rows * values.get("=gpus", 1)
+        updates = values.get("=accumulated", 1)
+        values.setdefault("=batch_answers", rows * values.get("=steps_per_generation", updates))
+        values["=minibatch_answers"] = rows * updates
+        values["=microbatch_answers"] = device_rows
+    if answers := values.get("=batch_answers"):
+        values["rollout.prompts_per_step"] = max(1, answers // samples)
+    prompts = values.get("rollout.prompts_per_step", 1)
+    for fact, whole in (("=minibatch_prompts", prompts), ("=minibatch_answers", prompts * samples)):
+        if part := values.get(fact):  # 0, for some: the whole batch
+            values["learner.n_minibatches"] = min(max(1, whole // part), prompts)
+            if whole % part and part < whole:
+                told.note("larger_updates", whole=whole, part=part)
+    if (passes := values.get("=passes", 1)) != 1:
+        told.lacks(f"{passes} passes over a batch", "passes")
+    longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
+    key = "learner.tokens_per_microbatch"
+    tokens = values.get(key) or values.get("=microbatch_answers", 0) * longest
+    if tokens or longest > LearnerSection().tokens_per_microbatch:
+        values[key] = max(tokens, longest)
+
+
+def _schedule(values: Values, told: Accounts) -> None:
+    updates = values.get("learner.n_minibatches", 1)  # of a step
+    for fact, key in (
+        ("updates", "run.steps"),
+        ("eval_updates", "eval.every"),
+        ("save_updates", "checkpoint.every"),
+    ):
+        if count := values.get(f"={fact}"):
+            # a share of the steps stays one
+            values[key] = max(1, round(count / updates)) if count >= 1 else count
+    steps = values.get("run.steps")
+    lr = values.get("optim.lr")
+    if (batches := values.get("=warmup_batches", 0)) > 0:
+        values["optim.warmup_steps"] = int(batches) * updates
+    if 0 < values.get("optim.warmup_steps", 0) < 1:  # TRL's, of both meanings
+        values["=warmup_share"] = values.pop("optim.warmup_steps")
+    if (share := values.get("=warmup_share")) and not values.get("optim.warmup_steps"):
+        if steps is None:
+            told.note("warmup", share=share)
+        else:
+            values["optim.warmup_steps"] = round(share * steps * updates)
+    values["optim.warmup_steps"] = max(0, int(values.get("optim.warmup_steps", 0)))
+    if lr is not None:
+        if share := values.get("=min_lr_share"):
+            values.setdefault("optim.min_lr", share * lr)
+        if values.get("optim.min_lr", 0) > lr:
+            values["optim.min_lr"] = lr
+    if steps is None:
+        told.note("steps")
+
+
+def _model(values: Values, told: Accounts) -> None:
+    path = values.get("=model")
+    if path is None:
+        return
+    name = str(path).rstrip("/").rsplit("/", 1)[-1]
+    presets = {one.stem.lower(): one.stem for one in (CONF / "model").glob("*.yaml")}
+    if name.lower() in presets:
+        values["model"] = presets[name.lower()]
+    else:
+        values["model.path"] = _local(str(path), "models", told)
+
+
+def _local(path: str, folder: str, told: Accounts) -> str:
+    """A path as it is; a name on the hub is expected in a folder."""
+    if (
+        path.startswith(("/", ".", "~", "$", f"{folder}/"))
+        or path.count("/") > 1
+        or re.search(r"\.\w{4,7}$", path)
+    ):
+        return path
+    name = path.rsplit("/", 1)[-1]
+    told.note("name_there", path=path, folder=folder, name=name)
+    return f"{folder}/{name}"
+
+
+def _data(values: Values, told: Accounts) -> None:
+    for key in ("train", "eval"):
+        named = values.get(f"={key}") or []
+        names = named if isinstance(named, list) else str(named).split(",")
+        files = [_local(str(one), "data", told) for one in names]
+        if files:
+            values[f"data.{key}"] = files[0]
+        if len(files) > 1 and key == "eval":
+            told.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
+        elif len(files) > 1:
+            values["data.train"] = dict.fromkeys(files, 1.0)
+            told.note("one_after_another")
+    if "data.eval" not in values:
+        values["eval.every"] = 0
+    if values.get("=template"):
+        values["data.template"] = {}
+    loggers = values.get("=wandb")
+    if loggers is True or "wandb" in str(loggers) or values.get("=wandb_named"):
+        values["log.wandb"] = "auto"
+
+
+def _sampling(values: Values, told: Accounts) -> None:
+    if not 1 <= values.get("rollout.top_k", 0) <= 1024:
+        values.pop("rollout.top_k", None)
+    top_p = values.get("rollout.top_p", 1)
+    if top_p < 1 and "rollout.top_k" not in values:
+        told.lacks(f"top_p {top_p:g}", "any_size")
+        values["rollout.top_p"] = 1.0
+    if values.get("eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
+        values["eval.samples"] = 1
+        told.note("greedy")
+    if values.get("rollout.ahead", 0) > MOST_AHEAD:
+        told.note("far_ahead", ahead=values["rollout.ahead"], most=MOST_AHEAD)
+        values["rollout.ahead"] = MOST_AHEAD
+    for key in ("eval.every", "checkpoint.every"):
+        if (every := values.get(key, 0)) % 1:
+            told.lacks(f"{key}: {every:g}", "share_of_steps")
+            del values[key]
+    if values.get("eval.every", 0) < 0:
+        values["eval.every"] = 0
+    alone = values.get("rollout.samples_per_prompt") == 1
+    if alone and values.get("rollout.dynamic_sampling"):
+        values["rollout.dynamic_sampling"] = False
+        told.note("no_spread")
+    if alone and values.get("advantage.estimator", "grpo") in GROUPED:
+        values["advantage.estimator"] = "reinforce_pp"
+        told.note("one_answer")

@@ -1,0 +1,138 @@
+"""Writer of a run's lines and rollouts; on a full disk lines wait and rollouts are skipped."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from megatron_rl.types import Scored
+
+if TYPE_CHECKING:
+    from megatron_rl.tracking.rollout_file import Columns
+    from megatron_rl.tracking.run_dir import RunDir
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RecordLost(RuntimeError):
+    """The run's directory was removed or cannot be written, but not for lack of room."""
+
+    hint = "Leave it in place while the run goes on, or choose another run.root."
+
+
+class LineFile:
+    """A file of whole lines: on a full disk a line waits and is written before the next one."""
+
+    def __init__(self, path: Path) -> None:
+        # a killed run may have left half a line
+        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = [b"\n"] if torn else []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Raises where the file has been removed."""
+        self._waiting.append(line.encode() + b"\n")
+        self._catch_up()
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
+
+    def close(self) -> None:
+        """The last try: lines that still wait are lost."""
+        self._catch_up()
+        self._file.close()
+
+    def _catch_up(self) -> None:
+        while self._waiting and self._take(self._waiting[0]):
+            del self._waiting[0]
+
+    def _take(self, line: bytes) -> bool:
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            left = memoryview(line)
+            while left:  # a disk that is nearly full takes a part first
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            if error.errno in FULL:
+                return False
+            raise
+        return True
+
+
+class Disk:
+    """Files of a run that its driver appends to, and what of them a full disk kept out."""
+
+    def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._note = note
+        self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
+        self._full: set[str] = set()  # what could not be written when it last came
+        self._lost_rollouts = 0
+
+    def write_line(self, path: Path, line: str) -> None:
+        """Append to a file of lines, as soon as there is room."""
+        with lasting(path):
+            self._files[path].write(line)
+        self._report("lines", not any(file.waiting for file in self._files.values()))
+
+    def write_rollouts(
+        self, path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]
+    ) -> None:
+        """Write a step's rollouts; leave the file out where there is no room."""
+        from megatron_rl.tracking.rollout_file import write_rollouts
+
+        written = True
+        with lasting(path):
+            try:
+                write_rollouts(path, scored, **columns)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                written = False
+                self._lost_rollouts += 1
+        self._report("rollouts", written)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def news(self) -> dict[str, Any]:
+        """The part of status.json about what could not be written."""
+        lines = sum(file.waiting for file in self._files.values())
+        if not (lines or self._lost_rollouts or self._full):
+            return {}
+        return {"unrecorded": {"lines": lines, "rollouts": self._lost_rollouts}}
+
+    def _report(self, what: str, written: bool) -> None:
+        """Note once that there is no room, and once that there is again."""
+        path = self._run.path
+        if not written and what not in self._full:
+            self._full.add(what)
+            self._note(
+                f"warning: {path} has no room for {what}. The run continues: lines wait in "
+                "memory, rollouts are left out. Free space there."
+            )
+        elif written and what in self._full:
+            self._full.remove(what)
+            self._note(f"{path} has room again: {what} are recorded")
+
+
+@contextmanager
+def lasting(path: Path) -> Iterator[None]:
+    """Raise what a write fails with as `RecordLost`."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordLost(
+            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to "
+            "stay where it is"
+        ) from error

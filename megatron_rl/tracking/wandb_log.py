@@ -1,0 +1,230 @@
+"""Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often
+resumed; comparisons take `WandbRun` alone. W&B is imported only where it is used, and gets no
+arguments, git or machine data.
+"""
+
+import configparser
+import netrc
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from megatron_rl.config.plain_yaml import redact
+from megatron_rl.config.schema import Wandb
+from megatron_rl.files import read_whole, write_whole
+from megatron_rl.processes.environment import hidden_secrets
+from megatron_rl.tracking.alarms import News
+from megatron_rl.tracking.metrics_file import read_metrics
+from megatron_rl.types import Scored
+
+T = TypeVar("T")
+SERVER = "https://api.wandb.ai"
+PROJECT = "megatron-rl"
+ID = "wandb.id"  # of the run's directory
+INIT_S = 20.0  # a server that does not answer within this is not waited for
+FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
+
+
+def has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        found = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return found.authenticators(urlsplit(_base_url()).netloc) is not None
+
+
+def _base_url() -> str:
+    """W&B's server: of the environment, or as `wandb login --host` has written it down."""
+    settings = configparser.ConfigParser(interpolation=None)
+    with suppress(configparser.Error):
+        settings.read(
+            Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+            / "settings"
+        )
+    return os.environ.get("WANDB_BASE_URL") or str(
+        settings.get("default", "base_url", fallback=SERVER)
+    )
+
+
+def resolve_mode(asked: Wandb) -> Wandb:
+    """`none`, `offline` or `online`; raises where `online` cannot work."""
+    if asked is Wandb.auto:
+        if has_key():
+            return Wandb.online
+        return Wandb.offline
+    if asked is Wandb.online and not has_key():
+        raise ValueError(
+            "log.wandb=online needs a W&B key: run `wandb login`, set WANDB_API_KEY, or use "
+            "log.wandb=auto (offline without a key)"
+        )
+    return asked
+
+
+class WandbRun:
+    """A run at W&B: online if its server answers in time, else written for a later `wandb sync`."""
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: Any) -> None:
+        """`about`: more of `wandb.init`'s, such as the job type."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        self.wandb = wandb
+        self._id = run_id(folder)
+        self.trouble = ""
+        self.online = mode is Wandb.online
+        begin: Callable[..., Any] = partial(
+            wandb.init,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=self._id,
+            resume="allow",
+            allow_val_change=True,
+            dir=str(folder),
+            config=redact(config),
+            settings=wandb.Settings(
+                disable_git=True,
+                save_code=False,
+                console="off",
+                x_disable_meta=True,
+                x_disable_stats=True,
+                init_timeout=INIT_S,
+                finish_timeout=FINISH_S,
+            ),
+            **about,
+        )
+        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
+            try:
+                self.run = begin(mode="online" if self.online else "offline")
+            except wandb.Error as error:
+                if not self.online:
+                    raise
+                wandb.teardown()  # what has not answered keeps the run's name to itself
+                self.online = False
+                self.run = begin(mode="offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+
+    @property
+    def where(self) -> str:
+        return self.run.url or self._sync
+
+    def finish(self, exit_code: int) -> str:
+        """Return what remains to be done by hand; empty if nothing."""
+        begun = time.monotonic()
+        self.run.finish(exit_code=exit_code)
+        late = time.monotonic() - begun >= FINISH_S
+        # its writer is a process of its own: only when it has ended is the file complete
+        self.wandb.teardown()
+        if late:
+            return f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
+        return ""
+
+    @property
+    def _sync(self) -> str:
+        """The command that sends all attempts, in their order."""
+        return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
+
+
+class WandbLog(WandbRun):
+    """Log of a training run at W&B, where a resumed run is the same run.
+
+    Steps that an attempt logged after its last checkpoint are logged again by the next attempt.
+    Online, steps that W&B lacks come from metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        resolved: Mapping[str, Any],
+        run_dir: Path,
+        mode: Wandb,
+        note: Callable[[str], None] = lambda line: None,
+        resumes_after: int | None = None,
+    ) -> None:
+        self._note = note
+        self._gone = False
+        self._held = -1  # the last step that W&B has
+        if resumes_after is not None and (run_dir / ID).is_file():
+            self._held = resumes_after
+        super().__init__(in_columns(resolved), run_dir, mode)
+        if self.online:
+            self._held = self.run.starting_step - 1
+        if (run_dir / "metrics.jsonl").is_file():
+            for line in read_metrics(run_dir / "metrics.jsonl"):
+                self.log(int(line["progress/step"]), line)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._held:
+            self._tell(lambda: self.run.log(dict(metrics), step=step))
+
+    def samples(self, step: int, shown: Sequence[Scored]) -> None:
+        if step <= self._held:
+            return
+        head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
+        rows = [
+            [
+                one.rollout.prompt.text,
+                one.text,
+                one.reward,
+                str(one.verdict or one.error or ""),
+            ]
+            for one in shown
+        ]
+        table = self.wandb.Table(columns=head, data=rows)
+        self._tell(lambda: self.run.log({"samples": table}, step=step))
+
+    def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
+        """An alert for each that was raised; the run's summary lists those that stand."""
+        for one in news:
+            if one.raised:
+                title = f"{self.run.name}: {one.alarm}"[:63]
+                level = "ERROR" if one.stops else "WARN"
+                self._tell(partial(self.run.alert, title, str(one), level))
+        self._tell(lambda: self.run.summary.update({"alarms": ", ".join(standing)}))
+
+    def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
+        """Log the run's own numbers in its summary; return what remains to be done by hand."""
+        numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
+        self._tell(lambda: self.run.summary.update(numbers))
+        return self._tell(lambda: self.finish(0 if state == "finished" else 1)) or ""
+
+    def _tell(self, say: Callable[[], T]) -> T | None:
+        """Says something to W&B, whose own process may be killed without ending the run."""
+        if self._gone:
+            return None
+        try:
+            return say()
+        except Exception as error:  # of any kind: its pipe's and its service's
+            self._gone = True
+            self._note(
+                f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
+                "without it; metrics.jsonl has every step."
+            )
+            return None
+
+
+def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with a column per value of the correction: W&B shows no lists."""
+    correction = config.get("correction")
+    if not isinstance(correction, Mapping):
+        return dict(config)
+    numbered = {
+        str(place): rule for place, rule in enumerate(correction.get("reject") or (), start=1)
+    }
+    return {**config, "correction": {**correction, "reject": numbered}}
+
+
+def run_id(run_dir: Path) -> str:
+    """The run's name at W&B: as long as the directory is the same."""
+    path = run_dir / ID
+    if not path.is_file():
+        write_whole(path, f"{secrets.token_hex(8)}\n")
+    return read_whole(path).decode().strip()
