@@ -85,7 +85,7 @@ def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(compare
     config = (place / "runs/recipe_corrections_tis/config.yaml").read_text()
     assert os.environ["WANDB_RUN_GROUP"] == "recipe_corrections"
     for word in ("correction=tis", "run.steps=2", "optim.lr=0.1"):
-        assert f"'{word}'" in config
+        assert f"- {word}\n" in config
     # used: said before anything is started
     assert "run.if_exists=archive" in compare("--corrections", "tis", status=2)
 
@@ -127,7 +127,7 @@ def test_a_grid_goes_on_where_it_stands(run_grid, place, grid_file):
     assert "about" in said.partition("[2/6]")[0]
     config = (place / "runs/grid_coarse_none_s2/config.yaml").read_text()
     for word in ("run.if_exists=resume", "a.b=2", "correction=none", "run.seed=2"):
-        assert f"'{word}'" in config
+        assert f"- {word}\n" in config
     assert "tags: sampler:coarse,correction:none" in config
     page = (place / "runs/grid.html").read_text()
     assert "2 of 2" in page
@@ -168,9 +168,9 @@ def test_the_runs_of_a_seed_share_its_warm_start(run_grid, place, grid_file, mod
             config = (
                 place / f"runs/grid_{cell.replace('tis', 'other')}_s{seed}/config.yaml"
             ).read_text()
-            assert f"'model.path=runs/grid_start_s{seed}/outliers_16x1'" in config
+            assert f"- model.path=runs/grid_start_s{seed}/outliers_16x1\n" in config
     start = (place / "runs/grid_start_s2/config.yaml").read_text()
-    assert "'run.seed=2'" in start
+    assert "- run.seed=2\n" in start
     assert (place / "runs/grid_start_s1/outliers_16x1/config.json").is_file()
 
 
