@@ -157,7 +157,7 @@ def _whiten(rewards_N: Tensor, keep_N: Tensor) -> Tensor:
     return whitened.masked_fill(~keep_N, 0.0)
 
 
-def has_spread(rewards: Sequence[float]) -> bool:
+def has_variance(rewards: Sequence[float]) -> bool:
     """True if a group's scores differ; without a difference all its advantages are 0."""
     return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
 

@@ -1,5 +1,5 @@
 """Batch of a step, in columns: rows of unlike lengths, the entries of one behind those of the row
-before. `Targets`, the columns that a loss reads; `Share`, the rows that a replica has of a batch.
+before. `UpdateInputs`, the columns that a loss reads; `Share`, the rows that a replica has of a batch.
 
 Shape suffixes: B rows, N response tokens of all rows, P tokens of all rows (each row's prompt, then
 its response), L layers, K ids or experts.
@@ -146,7 +146,7 @@ class Batch(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Targets(Rows):
+class UpdateInputs(Rows):
     """Columns that a loss reads, beside the policy's own logprobs. Without an anchor, the loss
     completes the weights and masks.
     """

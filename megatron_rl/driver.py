@@ -28,8 +28,14 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
-from megatron_rl.rollout.collect import Answers, Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.rollout.ahead import AsyncBatches, Gate, SyncBatches
+from megatron_rl.rollout.collect import (
+    Collector,
+    DatasetResponses,
+    ResponseSource,
+    Scorer,
+    sampling_params,
+)
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
 from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -159,11 +165,11 @@ class Driver:
 
         return self._stack.enter_context(opened(self._config, tokenizer, self.sampler))
 
-    def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
+    def _open_batches(self, order: PromptOrder) -> AsyncBatches | SyncBatches:
         config = self._config
-        answers: Answers = self._answers
+        answers: ResponseSource = self._answers
         if config.rollout.supervised:
-            answers = DatasetAnswers(self._scorer.tokenizer)
+            answers = DatasetResponses(self._scorer.tokenizer)
         gate = None
         if config.rollout.ahead:
             gate = Gate(answers, config.rollout)
@@ -176,8 +182,8 @@ class Driver:
             seed=config.run.seed,
         )
         if gate is None:
-            return InTurn(self._collector)
-        return Ahead(
+            return SyncBatches(self._collector)
+        return AsyncBatches(
             self._collector,
             gate,
             config.rollout,
@@ -228,9 +234,9 @@ class Driver:
             "sync/read_bytes": float(told["nbytes"]),
         }
 
-    def goes_on_without(self, step: int) -> bool:
+    def can_skip_sync(self, step: int) -> bool:
         """True if this step gets a batch although the sampler refused its weights."""
-        return self._batches.goes_on_without(step)
+        return self._batches.can_skip_sync(step)
 
     def collect(self, step: int) -> dict[str, float]:
         """Collect the step's batch, for `take_batch`; its metrics."""

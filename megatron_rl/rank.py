@@ -20,7 +20,7 @@ from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_
 from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
 from megatron_rl.supervision.attempts import REFUSED
-from megatron_rl.supervision.watch import RankWatch
+from megatron_rl.supervision.watch import RankHangDetector
 from megatron_rl.tracking.causes import write_end
 from megatron_rl.tracking.run_dir import LAUNCHER, RunDir
 
@@ -65,16 +65,16 @@ def run_rank(config: Config, run_dir: Path) -> None:
     faulthandler.register(process.SHOW_STACKS, all_threads=True)
     heartbeat = Heartbeat(run_dir, rank)
     launcher = int(os.environ.get(LAUNCHER, "0")) or None
-    heartbeat.each.append(RankWatch(run_dir, config.run.hang_timeout_s, rank, launcher))
+    heartbeat.each.append(RankHangDetector(run_dir, config.run.hang_timeout_s, rank, launcher))
     heartbeat.start()
     with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
-        from megatron_rl.learner.modules import host  # before anything imports megatron
+        from megatron_rl.learner.modules import cpu  # before anything imports megatron
         from megatron_rl.train import train
 
     heartbeat.each.append(tell_to_wait)
     try:
-        host.require(config.run.device)
+        cpu.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
     except Exception as error:
         logs = RunDir(run_dir).logs
@@ -95,7 +95,7 @@ def alone() -> Iterator[None]:
         os.environ.setdefault(name, value)
     os.environ.update(compiled_code())
     with process.rare_collections():
-        from megatron_rl.learner.modules import host  # noqa: F401 - before anything imports megatron
+        from megatron_rl.learner.modules import cpu  # noqa: F401 - before anything imports megatron
 
         yield
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_rl.advantage import turn_advantages
-from megatron_rl.batch import Share, Targets
+from megatron_rl.batch import Share, UpdateInputs
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.rollout_correction.breakdown import (
@@ -23,7 +23,7 @@ from megatron_rl.rollout_correction.correction import Correction, completed, cor
 
 
 @dataclass(frozen=True)
-class Step:
+class CorrectedBatch:
     """A replica's rows with their correction, and the advantages of all rows."""
 
     config: Config
@@ -35,18 +35,20 @@ class Step:
     baseline_B: Tensor  # bool: rows that count in their group's baseline
 
     @classmethod
-    def corrected(cls, config: Config, share: Share, version: int, anchor_N: Tensor | None) -> Step:
+    def corrected(
+        cls, config: Config, share: Share, version: int, anchor_N: Tensor | None
+    ) -> CorrectedBatch:
         found = correct(share, anchor_N, config.correction, config.advantage)
         return cls(config, share, version, anchor_N, *found)
 
-    def targets(self, reference_N: Tensor | None) -> Targets:
+    def targets(self, reference_N: Tensor | None) -> UpdateInputs:
         """Inputs of all updates of the step. Covariance losses select among trained tokens."""
         config = self.config
         correction = self.correction
         batch = self.share.batch
         own_B = correction.advantages_B
         seed = config.run.seed + self.version + 1
-        return Targets(
+        return UpdateInputs(
             prompt_lengths_B=batch.prompt_lengths_B,
             response_lengths_B=batch.response_lengths_B,
             groups_B=batch.groups_B,
@@ -71,7 +73,7 @@ class Step:
             turns_N=batch.turns_N,
         )
 
-    def completed(self, own_N: Tensor | None) -> Step:
+    def completed(self, own_N: Tensor | None) -> CorrectedBatch:
         """The step after its updates, whose own pass may complete the correction."""
         if own_N is None:
             return self

@@ -22,7 +22,7 @@ from megatron_rl.config import schema
 from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import Config
 from megatron_rl.driver import Driver
-from megatron_rl.learner.device import keep_returnable
+from megatron_rl.learner.device import enable_expandable_segments
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.router_replay import check as check_replay
@@ -31,12 +31,12 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.model import Model
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.step import Step
-from megatron_rl.supervision.stop_request import StepGivenUp
+from megatron_rl.step import CorrectedBatch
+from megatron_rl.supervision.stop_request import StepAborted
 from megatron_rl.tracking.metrics_file import combine
 from megatron_rl.tracking.progress import Progress, reached
 from megatron_rl.weight_sync import probe
-from megatron_rl.weight_sync.export import leave_models
+from megatron_rl.weight_sync.export import export_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.probe_budget import Numerics
 from megatron_rl.weight_sync.push import WeightSync
@@ -63,7 +63,7 @@ def train(
         dump_on_oom(run_dir / "dumps", rank),
     ):
         driver_closed.callback(on_driver_closed)
-        keep_returnable(config.sampler.sleep, config.sync.transport)
+        enable_expandable_segments(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(model, config, run_dir / "dumps", rank0.note)
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
@@ -82,7 +82,7 @@ def train(
             at = load_or_resume(config, rank0, learner, saver)
             loop(config, rank0, learner, sync, saver, at)
             if config.log.export:
-                leave_models(
+                export_models(
                     learner,
                     config.model.folder,
                     run_dir,
@@ -133,7 +133,7 @@ def loop(
             with learner.profiler.step(at.step + 1):
                 at = train_step(at, config, rank0, learner)
             at, stop = sync_and_log(at, config, rank0, learner, sync, saver)
-    except StepGivenUp as given_up:
+    except StepAborted as given_up:
         # by every rank: what the step has not changed is kept, unless it is already
         stop = str(given_up)
         with rank0.phase("checkpoint"):
@@ -160,7 +160,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
         if config.reward.learner_estimate:
             drawn |= learner_estimate(learner, rank0)
     with rank0.phase("correction"):
-        work = Step.corrected(config, share, at.step, anchor_N)
+        work = CorrectedBatch.corrected(config, share, at.step, anchor_N)
         targets = work.targets(reference_N)
         # the last moment in which the step can be given up without a trace
         rank0.ask(Driver.check_time)
@@ -243,7 +243,7 @@ def sync_weights(
     first: bool = False,
 ) -> dict[str, float]:
     """Sync weights to the sampler where that is due, and probe them where that is."""
-    learner.make_room()  # without a sync the engine wakes for its next answers
+    learner.release_memory()  # without a sync the engine wakes for its next answers
     # the last evaluation is of the last policy
     if step % section.every and step != end and not first:
         return {}
@@ -256,7 +256,7 @@ def sync_weights(
             if (
                 first
                 or step == end
-                or not rank0.ask(lambda driver: driver.goes_on_without(following))
+                or not rank0.ask(lambda driver: driver.can_skip_sync(following))
             ):
                 raise
             rank0.note(f"sync     policy version {step} is left out: {refused}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.loss import policy_loss as losses
 from megatron_rl.loss.policy_loss import Totals
@@ -97,7 +97,7 @@ class LossInputs:
     advantages_BT: Tensor | None = None
     staleness_BT: Tensor | None = None
 
-    def targets(self) -> Targets:
+    def targets(self) -> UpdateInputs:
         columns = {
             one.name.replace("_BT", "_N"): column if column.dim() == 1 else column.reshape(-1)
             for one in fields(self)
@@ -107,7 +107,7 @@ class LossInputs:
             columns.pop(name, None)
         groups_B = columns.pop("prompt_ids_B")
         absent: dict[str, Any] = {"anchor_logprobs_N": None, "ref_logprobs_N": None}
-        return Targets(
+        return UpdateInputs(
             prompt_lengths_B=torch.ones_like(groups_B),
             response_lengths_B=lengths_of(self.mask_BT.shape),
             groups_B=groups_B,

@@ -55,7 +55,7 @@ MODULES = {
         "megatron_rl.apps.conversion.quantized",
     ),
     "megatron": (
-        "megatron_rl.learner.modules.host",
+        "megatron_rl.learner.modules.cpu",
         "megatron_rl.train",
         "megatron_rl.learner.learner",
     ),

@@ -12,7 +12,7 @@ from matrices import batch_of
 from megatron_rl.advantage import (
     AdvantageConfig,
     group_advantages,
-    has_spread,
+    has_variance,
     overlong_penalty,
     session_advantages,
     turn_advantages,
@@ -111,8 +111,8 @@ def test_row_order_and_the_width_of_rewards_do_not_matter(estimator: Estimator) 
 
 
 def test_has_spread() -> None:
-    assert has_spread([1.0, 0.0]) and has_spread([0.5, 0.5, 0.6])
-    assert not any(map(has_spread, ([], [1.0], [0.3, 0.3], [0.1, 0.1 + 1e-9])))
+    assert has_variance([1.0, 0.0]) and has_variance([0.5, 0.5, 0.6])
+    assert not any(map(has_variance, ([], [1.0], [0.3, 0.3], [0.1, 0.1 + 1e-9])))
 
 
 def test_overlong_penalty() -> None:

@@ -35,8 +35,8 @@ from megatron_rl.learner.shares import minibatches
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout.collect import Collected
 from megatron_rl.sampler.sampler import SamplerStats
-from megatron_rl.step import Step
-from megatron_rl.supervision.stop_request import StepGivenUp
+from megatron_rl.step import CorrectedBatch
+from megatron_rl.supervision.stop_request import StepAborted
 from megatron_rl.tracking.progress import Progress, SaveSchedule
 from megatron_rl.tracking.status import read_status
 from megatron_rl.types import NO_EXPERT, Rollout, Scored
@@ -55,7 +55,7 @@ def recorder(**more: Any) -> Any:
 
 def learner(**more: Any) -> Any:
     """A learner of one rank."""
-    return SimpleNamespace(broadcast=lambda value: value, make_room=lambda: None, **more)
+    return SimpleNamespace(broadcast=lambda value: value, release_memory=lambda: None, **more)
 
 
 def joined(driver: Any) -> Rank0:
@@ -129,7 +129,7 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     kept: list[int] = []
 
     def given_up(*_: Any) -> None:
-        raise StepGivenUp("asked")
+        raise StepAborted("asked")
 
     monkeypatch.setattr(train, "sync_and_log", lambda at, *_, **__: (at, None))
     monkeypatch.setattr(train, "train_step", given_up)
@@ -179,7 +179,7 @@ def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step(
         raise UpdateRefused("corrupt tensor")
 
     driver: Any = SimpleNamespace(
-        recorder=recorder(), syncing=nullcontext, goes_on_without=lambda step: step == 4
+        recorder=recorder(), syncing=nullcontext, can_skip_sync=lambda step: step == 4
     )
     given: Any = joined(driver), learner(), SimpleNamespace(push=push)
     assert train.sync_weights(3, 7, SyncSection(), *given) == {"sync/refused": 1.0}
@@ -201,7 +201,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
         sampler=SimpleNamespace(last_sync={"pause_s": 0.1, "nbytes": 1}),
     )
     rank = learner()
-    rank.make_room = lambda: log.append("room made")
+    rank.release_memory = lambda: log.append("room made")
     rank0 = joined(driver)
 
     def push(step: int) -> Any:
@@ -268,7 +268,7 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     record = recorder(rollouts=lambda step, scored, **columns: written.update(columns))
     config = load(QUICKSTART, [f"correction={preset}"])
     scored = [Scored(answer(at), float(at)) for at in range(2)]
-    work = Step.corrected(
+    work = CorrectedBatch.corrected(
         config,
         Share.alone(collate(scored)),
         9,
@@ -327,7 +327,7 @@ def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> Non
         advantage=AdvantageConfig("dr_grpo"),
         correction=CorrectionConfig(reject=[rule], rebaseline=False),
     )
-    targets = Step.corrected(config, Share.alone(batch), 1, anchor_N).targets(None)
+    targets = CorrectedBatch.corrected(config, Share.alone(batch), 1, anchor_N).targets(None)
     assert targets.advantages_B.tolist() == [14.5, 11.5, 11.5, -37.5]
     assert targets.mask_N.tolist() == [True, True, True, False]
     (rows,) = minibatches(batch.groups_B, 4, "1/1")

@@ -29,7 +29,7 @@ from megatron_rl.distributed import exchange
 from megatron_rl.files import fsync, remove
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import read_tensors, write_tensors
-from megatron_rl.processes.threads import Pace, in_thread
+from megatron_rl.processes.threads import Throttle, in_thread
 
 ALIGNMENT = 64
 FAILED_SAVES = "progress/failed_saves"
@@ -130,7 +130,7 @@ class Saver:
         assert self._small is not None
         small = self._small
         rank = self._learner.rank
-        pace = Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
+        pace = Throttle(BESIDE if self._learner.device.type == "cpu" else 1.0)
 
         def write() -> dict[str, Any]:
             written = _write(partial, rank, blocks, small, pace)
@@ -268,7 +268,7 @@ class _Save:
     partial: Path
     updates: int
     about: Mapping[str, Any]
-    pace: Pace
+    pace: Throttle
     future: Future[dict[str, Any]]
 
     def outcome(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class _Save:
 
 
 def _write(
-    partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Pace
+    partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Throttle
 ) -> dict[str, Any]:
     """This rank's files; returns what the index and the manifest must know of them."""
     own, text, shared = small

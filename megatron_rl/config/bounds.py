@@ -23,7 +23,7 @@ WEEK_S = 7 * 24 * 3600
 class Bound:
     holds: Callable[[Any], bool]
     words: str  # the values that it allows
-    way_out: str
+    hint: str
 
 
 class Inside(dict[str, Bound]):
@@ -50,8 +50,8 @@ def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
     return Bound(holds, expected, f"expected {expected}")
 
 
-def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
-    return Bound(holds, way_out, way_out)
+def need(holds: Callable[[Any], bool], hint: str) -> Bound:
+    return Bound(holds, hint, hint)
 
 
 def is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from megatron_rl.config.objective import (
     RejectRule,
     WeightConfig,
 )
-from megatron_rl.config.shape import misfits, sound
+from megatron_rl.config.shape import sanitize, schema_errors
 from megatron_rl.loss.table import LOSSES, losses
 
 SHARED = losses(lambda loss: "level" in loss.reads)
@@ -35,11 +35,11 @@ class Findings(list[str]):
         section, *names = key.split(".")
         return reduce(getattr, names, self._sections[section])
 
-    def add(self, key: str, way_out: str) -> None:
-        self.tell(key, self.value(key), way_out)
+    def add(self, key: str, hint: str) -> None:
+        self.tell(key, self.value(key), hint)
 
-    def tell(self, path: str, value: object, way_out: str) -> None:
-        self.append(f"{path} is {as_written(value)}: {way_out}")
+    def tell(self, path: str, value: object, hint: str) -> None:
+        self.append(f"{path} is {as_written(value)}: {hint}")
 
     def ordered(self, path: str, low: float | None, high: float | None) -> None:
         if low is not None and high is not None and low >= high:
@@ -78,7 +78,7 @@ def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
 
 def check_loss(config: LossConfig) -> list[str]:
     """Values one by one, then what two of them say together."""
-    config, wrong = sound(config, "loss")
+    config, wrong = sanitize(config, "loss")
     found = Findings(loss=config)
     found += wrong
     if LOSSES[config.name].per_row and config.reduction == Reduction.token_mean:
@@ -112,13 +112,13 @@ def _check_params(found: Findings, config: LossConfig) -> None:
     problems: list[str] = []
     for name, value in config.params.items():
         if name in known:
-            problems += misfits({name: value}, LossParams, "loss.params.")
+            problems += schema_errors({name: value}, LossParams, "loss.params.")
             continue
-        way_out = (
+        hint = (
             did_you_mean(name, known, "did you mean loss.params.{}?")
             or f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
         )
-        problems.append(f"loss.params.{name}: unknown key; {way_out}")
+        problems.append(f"loss.params.{name}: unknown key; {hint}")
     if not problems and {"cov_low", "cov_high"} <= set(known):
         low = config.params["cov_low"]
         high = config.params["cov_high"]
@@ -129,7 +129,7 @@ def _check_params(found: Findings, config: LossConfig) -> None:
 
 def check_correction(config: CorrectionConfig) -> list[str]:
     """Values one by one, then what two of them say together."""
-    config, wrong = sound(config, "correction")
+    config, wrong = sanitize(config, "correction")
     found = Findings(correction=config)
     found += wrong
     _check_weight(found, config.weight)
@@ -202,13 +202,13 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
     """A bound where the statistic never is is a sign of a misread rule."""
     found.ordered(path, rule.low, rule.high)
     floor = FLOOR.get(rule.stat, -math.inf)
-    way_out = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
+    hint = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
     if rule.low is not None and rule.low < floor:
-        found.tell(f"{path}.low", rule.low, way_out)
+        found.tell(f"{path}.low", rule.low, hint)
     # a continuous statistic is at its floor nowhere, staleness wherever the sampler is up to date
     empty = rule.high == floor and rule.stat != Stat.staleness
     if rule.high is not None and (rule.high < floor or empty):
-        found.tell(f"{path}.high", rule.high, way_out)
+        found.tell(f"{path}.high", rule.high, hint)
 
 
 def _check_without_prox(found: Findings, config: CorrectionConfig) -> None:

@@ -31,7 +31,7 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
     return {name for name in found if not name.startswith("_")}
 
 
-def misfits(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:
+def schema_errors(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:
     """Names that are no field of `whose`."""
     for key in sorted(set(map(str, given)) - known):
         hint = did_you_mean(key, known, f"; did you mean {prefix}.{{}}?")

@@ -17,7 +17,7 @@ from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, 
 from megatron_rl.config.plain_yaml import presets, read_preset, write_line, write_yaml
 from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import key_of, keys_in, made, misfits, without
+from megatron_rl.config.shape import key_of, keys_in, made, schema_errors, without
 from megatron_rl.config.unknown import carried
 
 RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")  # a function, such as ${oc.env:HOME}
@@ -101,15 +101,15 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     if isinstance(run, Mapping) and run.get("name") is None:
         merged["run"] = {**run, "name": path.stem}
     text = str(merged)
-    # one that calls a function is not resolved, not even behind another key: `misfits` refuses it
+    # one that calls a function is not resolved, not even behind another key: `schema_errors` refuses it
     if "${" in text and not RESOLVER.search(text):
         merged = _interpolated(merged)
-    wrong = list(misfits(merged, Config))
+    wrong = list(schema_errors(merged, Config))
     if wrong:  # those keys stand at their defaults
         merged = {
             section: value
             for section, value in without(merged, wrong).items()
-            if not any(misfits({section: value}, Config))
+            if not any(schema_errors({section: value}, Config))
         }
     config = made(Config, merged)
     keys = set(map(key_of, wrong))
@@ -143,7 +143,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Config:
     all at once.
     """
     resolved = _without_preset_names(mapping)
-    found = list(misfits(resolved, Config))
+    found = list(schema_errors(resolved, Config))
     if found:
         raise ConfigError("\n".join(found))
     return made(Config, resolved)

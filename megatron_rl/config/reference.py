@@ -23,7 +23,7 @@ from megatron_rl.config.load import flat, read, sources
 from megatron_rl.config.objective import LossParams
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import WANTED, Key, keys_of, misfits
+from megatron_rl.config.shape import WANTED, Key, keys_of, schema_errors
 from megatron_rl.loss.table import losses
 
 EXAMPLE = re.compile(r"\bsuch as (\{.*?\}+|\[.*?\]|\"[^\"]*\"|.*?)(?=[:;,)]? |[;,)]?$)")
@@ -101,7 +101,7 @@ def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
     )
     if not asked:
         raise ConfigError(
-            next(misfits(nested(name, None), Config), f"{name}: no key").replace(
+            next(schema_errors(nested(name, None), Config), f"{name}: no key").replace(
                 "unknown key", "no key"
             )
         )

@@ -36,11 +36,11 @@ def answers(
     found = Findings(correction=correction, reward=reward, advantage=advantage)
     estimator = advantage.estimator
     if rollout.supervised:
-        way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
+        hint = "the data set's own answers come from no sampler, so there is no ratio; use"
         if correction.anchor != schema.Anchor.prox:
-            found.add("correction.anchor", f"{way_out} prox")
+            found.add("correction.anchor", f"{hint} prox")
         if reward.learner_estimate:
-            found.add("reward.learner_estimate", f"{way_out} false")
+            found.add("reward.learner_estimate", f"{hint} false")
     elif estimator == schema.Estimator.none and not LOSSES[loss.name].supervised:
         found.add(
             "advantage.estimator",
@@ -53,11 +53,9 @@ def answers(
             f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}",
         )
     if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0:
-        way_out = (
-            f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
-        )
+        hint = f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
         needs = "it divides by the mean reward and needs rewards of 0 or more"
-        found.add("advantage.estimator", f"{needs}, {way_out} reward.overlong_buffer: 0")
+        found.add("advantage.estimator", f"{needs}, {hint} reward.overlong_buffer: 0")
     if estimator == schema.Estimator.maxrl and reward.wrong < 0:
         found.add(
             "reward.wrong",
@@ -153,7 +151,7 @@ def ahead(
     sync: schema.SyncSection,
     sampler: schema.SamplerSection,
 ) -> Iterator[str]:
-    """Answers older than the policy are corrected for, and there is always one that may be
+    """ResponseSource older than the policy are corrected for, and there is always one that may be
     begun.
     """
     key = f"rollout.ahead: {rollout.ahead}"
@@ -260,10 +258,10 @@ def environment(
     context = rollout.max_context_tokens
     single = rollout.max_prompt_tokens + rollout.max_response_tokens
     if redact(environment.settings) != environment.settings:
-        way_out = "let the environment read a variable of its process that run.variables names"
+        hint = "let the environment read a variable of its process that run.variables names"
         found.append(
             "environment.settings: it holds what its key calls a secret, which nobody writes "
-            f"down; {way_out}"
+            f"down; {hint}"
         )
     if name is None:
         if context is not None:

@@ -1,5 +1,5 @@
 """Validation of a recipe against the dataclasses of `schema.py`: unknown keys, wrong types, values
-out of bounds, each a sentence (`misfits`); typed sections of values that fit (`made`).
+out of bounds, each a sentence (`schema_errors`); typed sections of values that fit (`made`).
 """
 
 import re
@@ -114,7 +114,7 @@ def keys_in(schema: type, prefix: str = "") -> list[str]:
     return found
 
 
-def misfits(
+def schema_errors(
     mapping: Mapping[Any, Any], schema: type, prefix: str = "", everywhere: Sequence[str] = ()
 ) -> Iterator[str]:
     """Keys that `schema` does not have, and values that a key cannot take. `everywhere`: keys that
@@ -133,7 +133,7 @@ def misfits(
             continue
         yield from _inside(full, value, key.inside)
         for place, section in key.sections(value):
-            yield from misfits(section, key.section, f"{full}{place}.", everywhere)
+            yield from schema_errors(section, key.section, f"{full}{place}.", everywhere)
             if key.container is list:
                 yield from _missing(section, key.section, f"{full}{place}")
 
@@ -147,7 +147,7 @@ def _problem(full: str, value: Any, key: Key) -> str | None:
         return None
     if key.bound.holds(value if key.section else made(key.kind, value)):
         return None
-    return f"{full} is {as_written(value)}: {key.bound.way_out}"
+    return f"{full} is {as_written(value)}: {key.bound.hint}"
 
 
 def fits(kind: Any, value: Any) -> bool:
@@ -197,7 +197,7 @@ def _inside(full: str, given: Any, bounds: Mapping[str, Bound]) -> Iterator[str]
         value = given[name]
         if value is None or (is_number(value) and bounds[name].holds(value)):
             continue
-        yield f"{full}.{name} is {as_written(value)}: {bounds[name].way_out}"
+        yield f"{full}.{name} is {as_written(value)}: {bounds[name].hint}"
 
 
 def _missing(section: Mapping[str, Any], schema: type, full: str) -> Iterator[str]:
@@ -208,14 +208,14 @@ def _missing(section: Mapping[str, Any], schema: type, full: str) -> Iterator[st
 
 
 def key_of(misfit: str) -> str:
-    """The key that a sentence of `misfits` is about, up to an element of a list."""
+    """The key that a sentence of `schema_errors` is about, up to an element of a list."""
     return re.split(r"[\[: ]", misfit, maxsplit=1)[0]
 
 
-def without(mapping: Mapping[str, Any], misfits: Sequence[str]) -> dict[str, Any]:
+def without(mapping: Mapping[str, Any], schema_errors: Sequence[str]) -> dict[str, Any]:
     """The mapping less the keys that the sentences name."""
     left = dict(mapping)
-    for key in dict.fromkeys(map(key_of, misfits)):
+    for key in dict.fromkeys(map(key_of, schema_errors)):
         first, _, rest = key.partition(".")
         if rest and isinstance(left.get(first), Mapping):
             left[first] = without(left[first], [rest])
@@ -242,8 +242,8 @@ def made(kind: Any, value: Any) -> Any:
     return value
 
 
-def sound(section: Section, path: str) -> tuple[Section, list[str]]:
+def sanitize(section: Section, path: str) -> tuple[Section, list[str]]:
     """A section whose wrong values are at their defaults, and what was wrong with them."""
     whole = {path: asdict(section)}  # type: ignore[call-overload]
-    wrong = list(misfits(whole[path], type(section), f"{path}."))
+    wrong = list(schema_errors(whole[path], type(section), f"{path}."))
     return made(type(section), without(whole, wrong)[path]), wrong

@@ -20,7 +20,7 @@ ANY = object()  # the default of a key whose value no longer matters
 class Removed:
     """A key that recipes had."""
 
-    way_out: str
+    hint: str
     # a run whose recorded configuration has this value goes on without the key
     default: Any = ANY
     # key that has its place, and the value there: of the removed one and what stands there
@@ -71,7 +71,7 @@ _VARIABLES = Removed(
     value=lambda removed, present: [*(present or ()), *removed],
 )
 REMOVED = {
-    **{key: Removed(way_out) for key, way_out in _LONG_AGO.items()},
+    **{key: Removed(hint) for key, hint in _LONG_AGO.items()},
     "data.shuffle": Removed("prompts come in an order by run.seed; leave it out", True),
     "rollout.in_flight_cache": Removed(
         "keys and values are computed again with new weights; leave it out", "rebuild"
@@ -183,7 +183,7 @@ def unknown(
     """
     full = f"{prefix}{key}"
     if full in REMOVED:
-        yield f"{full}: unknown key; {REMOVED[full].way_out}"
+        yield f"{full}: unknown key; {REMOVED[full].hint}"
         return
     names = () if prefix else _inner_names(value)  # of a section that there is none of
     theirs = {
@@ -253,7 +253,7 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
                 there = there.setdefault(section, {})
             there[name] = removed.value(value, there.get(name))
         elif removed.default is not ANY and value != removed.default:
-            refused.append(f"{key} is {value}: {removed.way_out}")
+            refused.append(f"{key} is {value}: {removed.hint}")
     if refused:
         raise ValueError("\n".join(refused))
     return config

@@ -30,13 +30,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
+from megatron_rl.engine import cpu_kernels, double_buffer, expectation, reload
 from megatron_rl.engine.hooks import KeptChoices, ModuleOutputs, RouterChoices
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.processes.threads import in_thread, use_all_cores
-from megatron_rl.weight_sync.engine_shards import Held, Shard
+from megatron_rl.weight_sync.engine_shards import Shard, ShardBuffer
 from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -156,11 +156,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built
         )
 
-    def _held(self, tensors: Mapping[str, torch.Tensor]) -> Held:
+    def _held(self, tensors: Mapping[str, torch.Tensor]) -> ShardBuffer:
         """On the device, from which they are loaded soonest, where that has room for them and a
         layer being loaded.
         """
-        held = Held.of(tensors, self.shards)
+        held = ShardBuffer.of(tensors, self.shards)
         if (
             self.device.type == "cuda"
             and torch.cuda.mem_get_info(self.device)[0] > ROOM * held.nbytes
@@ -277,4 +277,4 @@ class WorkerExtension:
 # importing twice (a test module and a worker in one process) must not fail
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
-host_kernels.install()
+cpu_kernels.install()

@@ -29,7 +29,7 @@ from megatron_rl.processes.health import EngineHealth
 PING_S = 20.0  # of a connection on which nothing is said
 
 
-class Caller:
+class ClientConnection:
     """Connection: its requests, and the replies on their way to it."""
 
     def __init__(self, send: Send) -> None:
@@ -46,7 +46,7 @@ class Caller:
             await self._send({"type": "websocket.send", "bytes": await self._waiting.get()})
 
 
-class Door:
+class EngineApp:
     """The ASGI application of a server."""
 
     def __init__(self, engine: Engine, service: Service) -> None:
@@ -72,7 +72,7 @@ class Door:
     async def _converse(self, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept"})
-        caller = Caller(send)
+        caller = ClientConnection(send)
         caller.send([{"id": 0, "value": self._instance}])
         delivering = asyncio.ensure_future(caller.deliver())
         try:
@@ -119,7 +119,7 @@ def reserved(host: str, port: int) -> socket.socket:
     return place
 
 
-def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
+def serve_in_thread(place: socket.socket, engine: Engine, service: Service) -> None:
     """Listen, and answer in a thread of its own from here on."""
     settings: dict[str, Any] = {
         "http": Connection,
@@ -132,7 +132,7 @@ def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
         "access_log": False,
         "timeout_keep_alive": 3600,
     }
-    server = uvicorn.Server(uvicorn.Config(RequireKey(Door(engine, service)), **settings))
+    server = uvicorn.Server(uvicorn.Config(RequireKey(EngineApp(engine, service)), **settings))
     place.listen()  # uvloop says nothing where it cannot, and goes on deaf
     threading.Thread(
         target=server.run,
@@ -145,7 +145,7 @@ def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
 def main() -> None:
     descriptor, parent, cores, host, port = sys.argv[1:6]
     place = reserved(host, int(port))
-    run(int(descriptor), int(parent), cores, lambda *opened: open_door(place, *opened))
+    run(int(descriptor), int(parent), cores, lambda *opened: serve_in_thread(place, *opened))
 
 
 if __name__ == "__main__":

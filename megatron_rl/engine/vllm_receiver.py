@@ -30,7 +30,7 @@ from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.engine.receiver import WorkerExtension, begin  # noqa: F401  vLLM looks here
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest, wire
-from megatron_rl.weight_sync.engine_shards import Held, Shard
+from megatron_rl.weight_sync.engine_shards import Shard, ShardBuffer
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
@@ -43,7 +43,7 @@ class Inbox:
     def __init__(self, announced: Announcement, shards: Mapping[str, Shard]) -> None:
         """What this rank loads of the tensors is held until the seal is verified."""
         self.announced = announced
-        self.staged = Held(shards)
+        self.staged = ShardBuffer(shards)
         self._sums: dict[str, torch.Tensor] = {}
         self._sealed = False
 

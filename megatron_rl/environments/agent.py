@@ -21,7 +21,7 @@ from aiohttp.http import HttpProcessingError
 from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
 from megatron_rl.environments.conversation import Turn
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, Policy, TemplateRefuses
+from megatron_rl.environments.session import ContextFull, PolicyClient, TemplateRefuses
 from megatron_rl.processes.strangers import STRANGER_S, Strangers, descriptors
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import SessionTurn
@@ -40,7 +40,7 @@ BACKLOG = 1024  # connections that wait to be accepted
 class Opened:
     """A session that is open at the gateway."""
 
-    policy: Policy
+    policy: PolicyClient
     key: str
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     answers: int = 0  # that were read, or are on their way
@@ -106,7 +106,7 @@ class Gateway:
         self._server.pre_shutdown()
         await self._server.shutdown(STOP_S)
 
-    def begin(self, policy: Policy) -> tuple[str, str, str]:
+    def begin(self, policy: PolicyClient) -> tuple[str, str, str]:
         """A session's name, its address, and its key."""
         name = secrets.token_hex(8)
         key = secrets.token_urlsafe(32)
@@ -259,7 +259,7 @@ async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
 
 
 async def play(
-    policy: Policy, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]
+    policy: PolicyClient, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]
 ) -> None:
     """Let an agent hold its conversation."""
     transcript = policy.transcript

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_rl.environments.session import Answered, read_arguments
+from megatron_rl.environments.session import PolicyResponse, read_arguments
 
 MODEL = "policy"
 Count = Annotated[int, Meta(gt=0)]
@@ -96,7 +96,7 @@ class ChatRequest(msgspec.Struct):
 
 
 def chat_request(body: bytes) -> dict[str, Any]:
-    """Arguments of Policy.answering; Refused says which field of the request is wrong."""
+    """Arguments of PolicyClient.answering; Refused says which field of the request is wrong."""
     try:
         given = json.loads(body)
         json.dumps(given, ensure_ascii=False).encode()  # half a pair is no text
@@ -124,7 +124,7 @@ def chat_request(body: bytes) -> dict[str, Any]:
     }
 
 
-def completion(answered: Answered) -> dict[str, Any]:
+def completion(answered: PolicyResponse) -> dict[str, Any]:
     """The reply that holds an answer."""
     message = dict(answered.message)
     count = len(answered.completion.token_ids)

@@ -31,20 +31,20 @@ from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.user_process import RewardLog, as_json, first_reply, user_process
 from megatron_rl.types import LARGEST_NUMBER
 
-NURSERY = "environment nursery"
-FORK_TIMEOUT_S = 20.0  # for a nursery that has started
+NURSERY = "environment fork_server"
+FORK_TIMEOUT_S = 20.0  # for a fork_server that has started
 REAP_S = 0.5
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
 LARGEST_REPLY = 16 << 20
 # that may be gone, one after the other, when a process is asked for, or under one session
-NURSERIES = 3
+FORK_SERVERS = 3
 
 
 class EnvironmentFailed(RuntimeError):
     """The environment raised, timed out or died: this conversation cannot continue."""
 
 
-class NurseryGone(EnvironmentFailed):
+class ForkServerLost(EnvironmentFailed):
     """The fork server died, and its children with it: costs no conversation one of its tries."""
 
 
@@ -95,11 +95,11 @@ class EnvironmentProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         pid: int,
-        nursery: subprocess.Popen[bytes],
+        fork_server: subprocess.Popen[bytes],
     ) -> None:
-        """`nursery`: the fork server of this process, which outlives it."""
+        """`fork_server`: the fork server of this process, which outlives it."""
         self.pid = pid
-        self.nursery = nursery
+        self.fork_server = fork_server
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count(1)
@@ -131,8 +131,8 @@ class EnvironmentProcess:
             ) from None
         except (OSError, asyncio.IncompleteReadError):
             self.kill()
-            if await ends_soon(self.nursery):
-                raise NurseryGone("its process died") from None
+            if await ends_soon(self.fork_server):
+                raise ForkServerLost("its process died") from None
             raise EnvironmentFailed("its process died") from None
         except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError) as error:
             self.kill()
@@ -153,12 +153,12 @@ class EnvironmentProcess:
         end_with_descendants(self.pid)
 
 
-async def ends_soon(nursery: subprocess.Popen[bytes]) -> bool:
+async def ends_soon(fork_server: subprocess.Popen[bytes]) -> bool:
     """Return True if a fork server has ended: its children may be seen to end before it does."""
     deadline = time.monotonic() + REAP_S
-    while nursery.poll() is None and time.monotonic() < deadline:
+    while fork_server.poll() is None and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    return nursery.poll() is not None
+    return fork_server.poll() is not None
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
@@ -177,7 +177,7 @@ class EnvironmentPool:
         self._variables = variables
         self._log = RewardLog()
         self.about = _About()
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._idle: list[EnvironmentProcess] = []
         self._connections = weakref.WeakSet[asyncio.StreamWriter]()
@@ -188,18 +188,18 @@ class EnvironmentPool:
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The running fork server and its socket; an error names the key if it cannot start."""
         with self._starting:
-            nursery = self._nursery
+            fork_server = self._fork_server
             control = self._control
-            if nursery is not None and control is not None and nursery.poll() is None:
-                return nursery, control
-            self._end_nursery(nursery)
+            if fork_server is not None and control is not None and fork_server.poll() is None:
+                return fork_server, control
+            self._end_fork_server(fork_server)
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
             variables = for_rewards(os.environ, self._variables)
-            nursery, control = user_process(
+            fork_server, control = user_process(
                 "megatron_rl.environments.worker", NURSERY, self._log, variables
             )
-            self._nursery = nursery
+            self._fork_server = fork_server
             self._control = control
             start = {"name": self._config.name, "settings": self._config.settings}
             died = "its process died at its start"
@@ -207,32 +207,32 @@ class EnvironmentPool:
                 first_reply(Channel(control), start, LARGEST_REPLY, died), _About
             )
             if self.about.error is not None:
-                self._end_nursery(nursery)
+                self._end_fork_server(fork_server)
                 raise ConfigError(f"environment.name: {self.about.error}")
             control.settimeout(GRACE_S)
-            return nursery, control
+            return fork_server, control
 
     async def take(self) -> EnvironmentProcess:
         """A process in which nothing is open."""
         while self._idle:
             process = self._idle.pop()
-            if process.alive and process.nursery.poll() is None:  # else it is about to end, too
+            if process.alive and process.fork_server.poll() is None:  # else it is about to end, too
                 return process
-        for _ in range(NURSERIES - 1):
-            with suppress(NurseryGone):
+        for _ in range(FORK_SERVERS - 1):
+            with suppress(ForkServerLost):
                 return await self._forked()
         return await self._forked()
 
     async def _forked(self) -> EnvironmentProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            nursery, control = await asyncio.to_thread(self.start)
+            fork_server, control = await asyncio.to_thread(self.start)
             try:
                 socket.send_fds(control, [b"+"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                self._end_nursery(nursery)
-                raise NurseryGone(f"no process could be forked ({error})") from None
+                self._end_fork_server(fork_server)
+                raise ForkServerLost(f"no process could be forked ({error})") from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
         self._loop = asyncio.get_running_loop()
         self._connections.add(writer)
@@ -241,12 +241,12 @@ class EnvironmentPool:
                 pid = int((await receive(reader))["pid"])
         except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             writer.close()
-            self._end_nursery(nursery)  # it is deaf, or cannot fork any more
-            raise NurseryGone(f"no process was forked ({type(error).__name__})") from None
+            self._end_fork_server(fork_server)  # it is deaf, or cannot fork any more
+            raise ForkServerLost(f"no process was forked ({type(error).__name__})") from None
         except asyncio.CancelledError:
             writer.close()
             raise
-        return EnvironmentProcess(reader, writer, pid, nursery)
+        return EnvironmentProcess(reader, writer, pid, fork_server)
 
     def give_back(self, process: EnvironmentProcess) -> None:
         if process.alive and not self.closed:
@@ -254,23 +254,23 @@ class EnvironmentPool:
 
     def close(self) -> None:
         self.closed = True
-        self._end_nursery(self._nursery)
+        self._end_fork_server(self._fork_server)
         # an open connection that the interpreter finds at its own end can block it for ever
         for connection in list(self._connections):
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(connection.close)
         self._log.close()
 
-    def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:
+    def _end_fork_server(self, fork_server: subprocess.Popen[bytes] | None) -> None:
         """End the fork server and its children; pending calls see the end of their stream."""
-        if nursery is not self._nursery:
+        if fork_server is not self._fork_server:
             return  # another has taken its place
-        self._nursery = None
+        self._fork_server = None
         control = self._control
         self._control = None
-        if nursery is not None:
-            end_with_descendants(nursery.pid)
-            nursery.wait()
+        if fork_server is not None:
+            end_with_descendants(fork_server.pid)
+            fork_server.wait()
         self._idle.clear()
         if control is not None:
             control.close()

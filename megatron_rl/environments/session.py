@@ -1,5 +1,5 @@
 """Session: plays one conversation of policy and environment, has its tool calls made, notes turns,
-tokens and rewards. Its `Policy`, which asks the engines, serves agents too: they hold the
+tokens and rewards. Its `PolicyClient`, which asks the engines, serves agents too: they hold the
 conversation themselves (agent.py).
 """
 
@@ -21,7 +21,7 @@ from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentProcess
 from megatron_rl.environments.stops import CALLS, ended
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.rewards.user_process import as_json
-from megatron_rl.sampler.sampler import Turns
+from megatron_rl.sampler.sampler import TurnClient
 from megatron_rl.types import Completion, SessionTurn, ToolFormat
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PolicyResponse:
     """A turn of the policy's."""
 
     number: int
@@ -87,14 +87,14 @@ class TemplateRefuses(Exception):
     """The chat template does not take the conversation as it has become."""
 
 
-class Policy:
+class PolicyClient:
     """The policy's side of a session: sends requests to the engines, records their responses.
 
     Templates and tokenizers work in threads, so that a long conversation does not block the others.
     """
 
     def __init__(
-        self, engines: Turns, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
+        self, engines: TurnClient, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
     ) -> None:
         """`seeds`: of each turn's number."""
         self.transcript = Transcript(
@@ -107,7 +107,9 @@ class Policy:
         self._key = key
         self._order = asyncio.Lock()
 
-    async def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Answered:
+    async def answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> PolicyResponse:
         """The policy's response. Raises ContextFull if it has no space, or TemplateRefuses."""
         async with self.answering(messages, tools) as answered:
             return answered
@@ -120,7 +122,7 @@ class Policy:
         max_tokens: int | None = None,
         stops: Sequence[str] = (),
         most_calls: int | None = None,
-    ) -> AsyncIterator[Answered]:
+    ) -> AsyncIterator[PolicyResponse]:
         """The policy's response: a turn if the block ends well, otherwise an unread response.
 
         Nothing extends an unread response, and no row holds it.
@@ -208,7 +210,7 @@ class Policy:
         completion: Completion,
         stops: Sequence[str],
         most_calls: int | None,
-    ) -> Answered:
+    ) -> PolicyResponse:
         """The message of a response in the conversation; no turn extends it yet."""
         ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
         decode = self._tokenizer.decode_all
@@ -231,7 +233,7 @@ class Policy:
         self.transcript.conversation.answered(turn, completion, message)
         turn.sampled = None  # until somebody reads it
         (text,) = self._tokenizer.decode([completion.token_ids])
-        return Answered(
+        return PolicyResponse(
             turn.number,
             asked,
             completion,
@@ -263,7 +265,11 @@ class EnvironmentSession:
     """A conversation with an environment: played to its end, or turn by turn by the caller."""
 
     def __init__(
-        self, policy: Policy, process: EnvironmentProcess, rules: Rules, tokenizer: FolderTokenizer
+        self,
+        policy: PolicyClient,
+        process: EnvironmentProcess,
+        rules: Rules,
+        tokenizer: FolderTokenizer,
     ) -> None:
         self._policy = policy
         self._process = process
@@ -314,8 +320,8 @@ class EnvironmentSession:
         ):
             self.messages.insert(0, {"role": "system", "content": self._rules.system})
 
-    async def answer(self) -> Answered:
-        """The policy's next response; see Policy.answer. Refuses oversized requests early."""
+    async def answer(self) -> PolicyResponse:
+        """The policy's next response; see PolicyClient.answer. Refuses oversized requests early."""
         if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(
             self._rules.context_tokens, 4096
         ):
@@ -330,7 +336,7 @@ class EnvironmentSession:
         self.messages += added
         return added
 
-    async def called(self, answered: Answered) -> list[dict[str, Any]]:
+    async def called(self, answered: PolicyResponse) -> list[dict[str, Any]]:
         """Make the calls of an answer: the messages that answer them. Nothing: it has made none."""
         message, content = answered.message, answered.message["content"]
         if not self._tools:
@@ -344,7 +350,9 @@ class EnvironmentSession:
             return [{"role": "tool", "content": "error: the tool call could not be read"}]
         return []
 
-    async def _follow(self, answered: Answered) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
+    async def _follow(
+        self, answered: PolicyResponse
+    ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
         """The turn's record and the messages to add; None if the session is over."""
         transcript = self._policy.transcript
         completion = answered.completion

@@ -23,12 +23,17 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import Gateway, play
-from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
-from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
+from megatron_rl.environments.pool import (
+    FORK_SERVERS,
+    EnvironmentFailed,
+    EnvironmentPool,
+    ForkServerLost,
+)
+from megatron_rl.environments.session import EnvironmentSession, PolicyClient, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.answering import Answering, answered
+from megatron_rl.sampler.generation import GenerationHandle, answered
 from megatron_rl.sampler.sampler import Sampler, request_seed
 from megatron_rl.types import NOTHING, Prompt, Rollout, SamplingParams, Session
 
@@ -89,7 +94,7 @@ class Sessions:
 
     def answering(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
-    ) -> Answering:
+    ) -> GenerationHandle:
         rules = self.rules(params.max_tokens)
         turns = self._sampler.turns(params, patient=patient)
         room = asyncio.Semaphore(self._section.sessions)
@@ -98,7 +103,7 @@ class Sessions:
             seeds = partial(_seed, seed, group, sample)
             async with room:
                 transcript = await self._played(
-                    prompt, lambda: Policy(turns, self._tokenizer, rules, seeds, f"{group}")
+                    prompt, lambda: PolicyClient(turns, self._tokenizer, rules, seeds, f"{group}")
                 )
             served = self._sampler.policy_version
             return rollouts(transcript, prompt, group, sample, self._section, served)
@@ -119,7 +124,7 @@ class Sessions:
             limit_s = self._section.session_timeout_s
         # for environments, and engines
         around = partial(waiting, "", max(limit_s, self._patience_s))
-        return Answering(self._loop, answer, waiting=around, close=turns.close)
+        return GenerationHandle(self._loop, answer, waiting=around, close=turns.close)
 
     def rules(self, response_tokens: int) -> Rules:
         return Rules(
@@ -131,10 +136,10 @@ class Sessions:
             self._data.system_prompt,
         )
 
-    async def _played(self, prompt: Prompt, begun: Callable[[], Policy]) -> Transcript:
+    async def _played(self, prompt: Prompt, begun: Callable[[], PolicyClient]) -> Transcript:
         """Play a session; begin again where its environment fails or its fork server died."""
         left = TRIES
-        for attempt in range(TRIES + NURSERIES):
+        for attempt in range(TRIES + FORK_SERVERS):
             policy = begun()
             transcript = policy.transcript
             transcript.counts["restarts"] = attempt
@@ -146,12 +151,12 @@ class Sessions:
                     raise SessionsEnded("the sessions are closed") from None
                 transcript.error = str(error)
                 transcript.end = "error"
-                left -= not isinstance(error, NurseryGone)
+                left -= not isinstance(error, ForkServerLost)
                 if not left:
                     break
         return transcript
 
-    async def _play(self, policy: Policy, prompt: Prompt) -> None:
+    async def _play(self, policy: PolicyClient, prompt: Prompt) -> None:
         row = {
             "prompt": field(prompt.row, prompt.prompt_key),
             "answer": prompt.answer,

@@ -78,12 +78,12 @@ def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _live(
-    connection: socket.socket, nursery: int, loaded: Loaded, settings: Mapping[str, Any]
+    connection: socket.socket, fork_server: int, loaded: Loaded, settings: Mapping[str, Any]
 ) -> None:
     """The life of a forked process."""
     try:
         os.setsid()
-        die_with_parent(nursery)
+        die_with_parent(fork_server)
         adopt_orphans()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, _raise_too_late)

@@ -10,7 +10,7 @@ GIVEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CON
 SETTINGS = "expandable_segments:True"
 
 
-def keep_returnable(sleep: Sleep, transport: Transport) -> None:
+def enable_expandable_segments(sleep: Sleep, transport: Transport) -> None:
     """Let torch return memory when an engine wakes up for a sync; call it before any allocation.
 
     Packs differ in length, so that plain segments stay half used and cannot be returned. The

@@ -32,17 +32,17 @@ from megatron_rl.learner.modules.as_sampler import AsSampler
 from megatron_rl.learner.modules.context import split
 from megatron_rl.learner.modules.costs import attention_share
 from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
-from megatron_rl.learner.modules.head import Asked, Scores
+from megatron_rl.learner.modules.head import LogprobOutput, LogprobRequest
 from megatron_rl.learner.modules.lora import adapters_off
 from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
 from megatron_rl.learner.modules.packing import Pack, costs_of, micro_batches, pack
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
-from megatron_rl.learner.shares import About, DataPlane, minibatches, rows_of_replicas
+from megatron_rl.learner.shares import BatchInfo, DataPlane, minibatches, rows_of_replicas
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.heartbeat import mark
-from megatron_rl.quantization.host_products import has_fp8
+from megatron_rl.quantization.cpu_matmul import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
@@ -134,12 +134,14 @@ class ForwardPasses(Policy):
 
     def part(self, batch: Batch) -> Share:
         """The replica's rows of a batch that every rank has."""
-        about = About.of(batch)
+        about = BatchInfo.of(batch)
         rows_of, parts = self._assign(about, 1, "")
         mine = batch.rows(rows_of[self.place.replica])
         return Share(mine, about.table, rows_of, self.ranks.replicas, parts)
 
-    def _assign(self, about: About, updates: int, seed: str) -> tuple[list[Tensor], list[Tensor]]:
+    def _assign(
+        self, about: BatchInfo, updates: int, seed: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Rows of each replica, and of each update."""
         parts = minibatches(about.table.groups_B, updates, seed)
         return rows_of_replicas(about, parts, self.layout.dp, self._attention), parts
@@ -218,9 +220,9 @@ class ForwardPasses(Policy):
             results = self._run(packs, asked, self._collect, forward_only=True)
         return self._gathered(batch, packs, results)
 
-    def _asked(self, entropy: bool = True) -> Asked:
+    def _asked(self, entropy: bool = True) -> LogprobRequest:
         rollout = self.rollout
-        return Asked(
+        return LogprobRequest(
             self.share,
             rollout.temperature,
             entropy,
@@ -228,7 +230,7 @@ class ForwardPasses(Policy):
             rollout.top_p,
         )
 
-    def _collect(self, mine: Pack, found: Scores) -> Tensor:
+    def _collect(self, mine: Pack, found: LogprobOutput) -> Tensor:
         return found.logprobs_N.cpu()
 
     def _gathered(self, share: Share, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
@@ -317,7 +319,7 @@ class ForwardPasses(Policy):
     def _run(
         self,
         packs: Sequence[Pack],
-        asked: Asked,
+        asked: LogprobRequest,
         loss_function: Callable[..., Any],
         forward_only: bool = False,
     ) -> list[Any]:
@@ -338,7 +340,7 @@ class ForwardPasses(Policy):
             found = model(pack=mine, asked=asked, **plain)
             # megatron-core wants a tensor
             return found.logprobs_N if isinstance(
-                found, Scores
+                found, LogprobOutput
             ) else found, lambda *_, **__: loss_function(mine, found)
 
         with (

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Share, Targets
+from megatron_rl.batch import Batch, Share, UpdateInputs
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.forward import ForwardPasses
-from megatron_rl.learner.modules.head import Scores
+from megatron_rl.learner.modules.head import LogprobOutput
 from megatron_rl.learner.modules.packing import Pack, in_one_copy
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
@@ -73,7 +73,7 @@ class Learner(ForwardPasses):
         self._own_logprobs_N: Tensor | None = None
 
     def update(
-        self, share: Share, targets: Targets, rows: Tensor | None = None
+        self, share: Share, targets: UpdateInputs, rows: Tensor | None = None
     ) -> dict[str, float]:
         """Run one optimizer step on the minibatch, or on these rows of the table; same metrics on
         all ranks. `targets`: of the replica's rows.
@@ -111,7 +111,7 @@ class Learner(ForwardPasses):
             metrics = over_trained(self.ranks.add_up(mine))
             return self._step(metrics, lambda: self._whole(share, targets, minibatch))
 
-    def _counted(self, share: Share, targets: Targets, minibatch: Tensor) -> Counted:
+    def _counted(self, share: Share, targets: UpdateInputs, minibatch: Tensor) -> Counted:
         counted_N = targets.denominator_mask_N
         masks = (
             targets.mask_N,
@@ -134,8 +134,8 @@ class Learner(ForwardPasses):
         )
 
     def _whole(
-        self, share: Share, targets: Targets, minibatch: Tensor
-    ) -> tuple[Batch, Targets] | None:
+        self, share: Share, targets: UpdateInputs, minibatch: Tensor
+    ) -> tuple[Batch, UpdateInputs] | None:
         """A minibatch of all replicas, on the driver. Experts that were replayed are left out where
         stages have those of their own layers alone.
         """
@@ -160,10 +160,10 @@ class Learner(ForwardPasses):
 
     def _loss(
         self,
-        columns: Mapping[tuple[int, ...], Targets],
+        columns: Mapping[tuple[int, ...], UpdateInputs],
         about: Counted,
         mine: Pack,
-        scores: Scores,
+        scores: LogprobOutput,
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
         """The micro-batch's share of the loss, a count megatron-core wants and we do not use,
         metrics and logprobs.
@@ -193,7 +193,7 @@ class Learner(ForwardPasses):
         return loss, unused, (found, scores.logprobs_N.detach())
 
     def _step(
-        self, metrics: dict[str, float], whole: Callable[[], tuple[Batch, Targets] | None]
+        self, metrics: dict[str, float], whole: Callable[[], tuple[Batch, UpdateInputs] | None]
     ) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
@@ -220,7 +220,7 @@ class Learner(ForwardPasses):
         }
 
 
-def on_device(targets: Targets, rows: Sequence[int], device: torch.device) -> Targets:
+def on_device(targets: UpdateInputs, rows: Sequence[int], device: torch.device) -> UpdateInputs:
     """The targets of a pack's rows on the device, in one copy, with segments that were found on the
     host: a device would have to be waited for.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.prox_pass import DRAWS
 from megatron_rl.config.schema import OnNonFinite
@@ -30,7 +30,7 @@ POLICY = "policy"
 CONFIG = "config.yaml"
 OF_BATCH = "batch."
 
-Minibatch = tuple[Batch, Targets]
+Minibatch = tuple[Batch, UpdateInputs]
 
 
 class NonFiniteError(ArithmeticError):
@@ -172,4 +172,4 @@ def read_minibatch(path: Path) -> tuple[Minibatch, dict[str, Tensor], dict[str, 
         if name.startswith(OF_BATCH)
     }
     absent: dict[str, Any] = {"anchor_logprobs_N": None, "ref_logprobs_N": None}
-    return (Batch(**batch), Targets(**absent | tensors)), random, about
+    return (Batch(**batch), UpdateInputs(**absent | tensors)), random, about

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.learner.modules import host  # before megatron
+from megatron_rl.learner.modules import cpu  # before megatron
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -52,7 +52,7 @@ def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParall
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        **{"overlap_grad_reduce": replicas > 1 and not host.ON_HOST, **given},
+        **{"overlap_grad_reduce": replicas > 1 and not cpu.ON_CPU, **given},
     )
 
 

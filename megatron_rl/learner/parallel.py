@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.learner.modules import host  # before megatron
+from megatron_rl.learner.modules import cpu  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
@@ -81,7 +81,7 @@ class LearnerRank:
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=math.ceil(self.limit.total_seconds() / 60),
-            create_gloo_process_groups=not host.ON_HOST,
+            create_gloo_process_groups=not cpu.ON_CPU,
         )
         return ShardGroups(
             self.place,
@@ -199,7 +199,7 @@ def _received(value: dict[str, Any]) -> Any:
 
 
 def _device() -> torch.device:
-    if host.ON_HOST:
+    if cpu.ON_CPU:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -210,7 +210,7 @@ def _join(rank: int, world_size: int, limit: timedelta) -> None:
     if dist.is_initialized():
         return
     # tensors in host memory go through gloo even where NCCL moves the gradients
-    backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if cpu.ON_CPU else "cpu:gloo,cuda:nccl"
     if world_size == 1:
         # no other rank to find: a store in this process opens no port
         dist.init_process_group(

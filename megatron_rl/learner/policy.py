@@ -24,7 +24,7 @@ from megatron_rl.config import schema
 from megatron_rl.config.schema import Offload, Precision, Sleep
 from megatron_rl.distributed import collective_timeout_s, exchange
 from megatron_rl.learner import weights
-from megatron_rl.learner.modules import host
+from megatron_rl.learner.modules import cpu
 from megatron_rl.learner.modules.logprobs import VocabShare
 from megatron_rl.learner.modules.lora import adapt
 from megatron_rl.learner.modules.model import PolicyModel, build, transformer_config
@@ -43,7 +43,7 @@ class Policy:
     """A rank's modules, optimizer and place; every rank makes one and calls the same methods."""
 
     def __init__(self, model: Model, config: schema.Config) -> None:
-        host.require(config.run.device)
+        cpu.require(config.run.device)
         self.model = model
         self.shape = model.shape
         self.layout = model.layout
@@ -200,7 +200,7 @@ class Policy:
         """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
         return self.ranks.broadcast(value)
 
-    def make_room(self) -> None:
+    def release_memory(self) -> None:
         """Return memory on every rank before a sleeping engine wakes up on these devices."""
         if self.offload is not None:
             self.offload.leave()

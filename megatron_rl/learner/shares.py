@@ -38,7 +38,7 @@ def minibatches(groups_B: Tensor, count: int, seed: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class About:
+class BatchInfo:
     """A batch as every rank knows it: its table, and the columns that are handed out."""
 
     table: Table
@@ -47,7 +47,7 @@ class About:
     columns: Mapping[str, Tensor]  # without entries: dtype, and shape of one
 
     @classmethod
-    def of(cls, batch: Batch) -> "About":
+    def of(cls, batch: Batch) -> "BatchInfo":
         trained_B = batch.responses.count(batch.mask_N) > 0
         kept = batch.kept_ids_K is not None
         kept_sizes_B = batch.kept_sizes_B if kept else torch.zeros(len(batch))
@@ -68,7 +68,7 @@ class About:
 
 
 def rows_of_replicas(
-    about: About, parts: Sequence[Tensor], replicas: int, attention: float
+    about: BatchInfo, parts: Sequence[Tensor], replicas: int, attention: float
 ) -> list[Tensor]:
     """Rows of each replica: a like share of every update. `attention`: see `costs_of`."""
     costs = costs_of(about.table.lengths_B.tolist(), attention)
@@ -116,19 +116,19 @@ class DataPlane:
             mine = group if ranks.rank in part else mine
         return mine
 
-    def announce(self, batch: Batch | None) -> About:
+    def announce(self, batch: Batch | None) -> BatchInfo:
         """What every rank has to know of the driver's batch."""
         told: Any = None
         if batch is not None:
-            about = About.of(batch)
+            about = BatchInfo.of(batch)
             told = {
                 "table": about.table.columns,
                 "about": [about.trained_B, about.kept_sizes_B, about.columns],
             }
         told = self._ranks.broadcast(told)
-        return About(Table(**told["table"]), *told["about"])
+        return BatchInfo(Table(**told["table"]), *told["about"])
 
-    def hand_out(self, batch: Batch | None, about: About, rows_of: Sequence[Tensor]) -> Share:
+    def hand_out(self, batch: Batch | None, about: BatchInfo, rows_of: Sequence[Tensor]) -> Share:
         """This replica's rows of the driver's batch."""
         got: dict[str, Tensor] = {}
         for replica, rows in enumerate(rows_of):
@@ -147,7 +147,7 @@ class DataPlane:
     def _hand_column(
         self,
         batch: Batch | None,
-        about: About,
+        about: BatchInfo,
         name: str,
         rows: Tensor,
         members: Sequence[int],
@@ -230,7 +230,7 @@ class DataPlane:
         return whole
 
     def _receivers(
-        self, replica: int, name: str, about: About
+        self, replica: int, name: str, about: BatchInfo
     ) -> Iterator[tuple[list[int], list[int] | None]]:
         """Ranks that have the same of a column, and of which layers; None: all of it. A stage
         chooses for its own.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Targets
+from megatron_rl.batch import UpdateInputs
 from megatron_rl.config.schema import (
     Anchor,
     CorrectionConfig,
@@ -82,7 +82,7 @@ def reduction_of(config: LossConfig) -> Reduction:
 
 def policy_loss(
     logprobs_N: Tensor,
-    targets: Targets,
+    targets: UpdateInputs,
     config: LossConfig,
     totals: Totals,
     correction: CorrectionConfig | None = None,
@@ -130,7 +130,7 @@ def policy_loss(
     )
 
 
-def _terms(logprobs_N: Tensor, targets: Targets) -> Terms:
+def _terms(logprobs_N: Tensor, targets: UpdateInputs) -> Terms:
     """Inputs of loss formulas: wide, detached but for the policy's logprobs, 0 outside the mask."""
     assert targets.anchor_logprobs_N is not None
     mask_N = targets.mask_N
@@ -164,7 +164,9 @@ def seen_tokens(config: LossConfig, mask_N: Tensor, denominator_mask_N: Tensor) 
     return mask_N
 
 
-def _penalty(targets: Targets, config: LossConfig, logprobs_N: Tensor, seen_N: Tensor) -> Tensor:
+def _penalty(
+    targets: UpdateInputs, config: LossConfig, logprobs_N: Tensor, seen_N: Tensor
+) -> Tensor:
     """The KL of each token: to the reference, or from the sampler or the anchor."""
     there = {
         KlTo.reference: targets.ref_logprobs_N,
@@ -185,7 +187,7 @@ def _penalty(targets: Targets, config: LossConfig, logprobs_N: Tensor, seen_N: T
 
 
 def _weighted(
-    targets: Targets, cap: float, kl_N: Tensor, logprobs_N: Tensor, ref_N: Tensor
+    targets: UpdateInputs, cap: float, kl_N: Tensor, logprobs_N: Tensor, ref_N: Tensor
 ) -> Tensor:
     """The value of an estimate, and the gradient of KL(pi || ref) itself: w (pi - ref) grad pi."""
     assert targets.anchor_logprobs_N is not None
@@ -223,7 +225,7 @@ def over_trained(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
-def row_scale(targets: Targets, reduction: Reduction, totals: Totals) -> Tensor:
+def row_scale(targets: UpdateInputs, reduction: Reduction, totals: Totals) -> Tensor:
     """Coefficient of each row's sum of token losses; 0 for a row without a counted token."""
     counts_B = targets.responses.count(targets.denominator_mask_N)
     filled_B = (counts_B > 0).double()
@@ -244,8 +246,8 @@ def row_scale(targets: Targets, reduction: Reduction, totals: Totals) -> Tensor:
 
 
 def _anchored_to_itself(
-    now_N: Tensor, targets: Targets, correction: CorrectionConfig | None
-) -> Targets:
+    now_N: Tensor, targets: UpdateInputs, correction: CorrectionConfig | None
+) -> UpdateInputs:
     """The only update on a batch begins where the anchor is. What it found is measured by those who
     see all rows.
     """
@@ -257,8 +259,8 @@ def _anchored_to_itself(
 
 
 def _anchored_to_sampler(
-    now_N: Tensor, targets: Targets, correction: CorrectionConfig, totals: Totals
-) -> tuple[Targets, dict[str, Tensor]]:
+    now_N: Tensor, targets: UpdateInputs, correction: CorrectionConfig, totals: Totals
+) -> tuple[UpdateInputs, dict[str, Tensor]]:
     """`anchor: sampler`: the ratio is pi over mu. `interpolated`: over a policy between the two,
     and that over mu.
     """

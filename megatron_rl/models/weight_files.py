@@ -176,7 +176,7 @@ def _stored(path: Path, base: int, name: str, entry: Mapping[str, Any]) -> Store
     return Stored(path, dtype, tuple(shape), base + start, end - start)
 
 
-def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+def weight_errors(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Differences between the headers of a folder's weights and config.json."""
     try:
         held: dict[str, Stored] = {}

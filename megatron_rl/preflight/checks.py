@@ -124,7 +124,7 @@ def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
     """
     facts, problems = _facts(config, None)
     if "shape" in facts:
-        problems += files.misfits(weights, facts["shape"])
+        problems += files.weight_errors(weights, facts["shape"])
     problems += findings((*ALONE, *more), facts)
     problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
     refuse(problems)
@@ -159,8 +159,8 @@ def context(
     if rollout.max_context_tokens:
         keys = "rollout.max_context_tokens"
     if wanted > longest:
-        way_out = "one of the two" if "+" in keys else "it"
-        yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {way_out}"
+        hint = "one of the two" if "+" in keys else "it"
+        yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {hint}"
     wanted = rollout.max_prompt_tokens + max(evaluated_tokens(eval))
     if wanted > longest:
         yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"

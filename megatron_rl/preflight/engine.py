@@ -114,7 +114,7 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
     known = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
     if known is not None:
         given = sampler.vllm.keys() - OWNED_ARGUMENTS
-        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known)
+        yield from foreign.schema_errors("sampler.vllm", "vLLM's EngineArgs", given, known)
     longest = longest_sequence(rollout, eval)
     if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
         yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"

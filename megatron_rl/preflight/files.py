@@ -67,12 +67,12 @@ def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
 def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
     given = [("data.train", path) for path in data.sources("train")]
     given += [(one.key, one.path) for one in sets if one.path]
-    way_out = "bring it there, or name another file"
+    hint = "bring it there, or name another file"
     if any(Path(value).is_relative_to("data/toy") for _, value in given):
-        way_out = "`megatron-rl toy` makes the toy's data"
+        hint = "`megatron-rl toy` makes the toy's data"
     for key, value in given:
         if not all(file.is_file() for file in data_files(key, Path(value))):
-            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {way_out}")
+            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {hint}")
 
 
 def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:
@@ -124,18 +124,18 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
 
 
-def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+def weight_errors(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Differences between config.json and weights, of a checkpoint or a Hugging Face folder."""
     if is_checkpoint(folder):
-        return torch_dist_index.misfits(folder, shape)
-    return weight_files.misfits(folder, shape)
+        return torch_dist_index.weight_errors(folder, shape)
+    return weight_files.weight_errors(folder, shape)
 
 
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
     """Stored weights against config.json, where a run begins with them."""
     folder = Path(model.path)
     if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
-        yield from (f"model.path: {each}" for each in misfits(folder, shape))
+        yield from (f"model.path: {each}" for each in weight_errors(folder, shape))
 
 
 def _holds_weights(folder: Path) -> bool:

@@ -113,5 +113,5 @@ def own_folder(path: Path) -> Path | None:
 
 
 def _refusal(path: Path, what: str) -> ConfigError:
-    way_out = "remove it, or set XDG_CACHE_HOME to another folder"
-    return ConfigError(f"{path} is {what}, and compiled code in it would run as you: {way_out}")
+    hint = "remove it, or set XDG_CACHE_HOME to another folder"
+    return ConfigError(f"{path} is {what}, and compiled code in it would run as you: {hint}")

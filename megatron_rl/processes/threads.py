@@ -60,7 +60,7 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
-class Pace:
+class Throttle:
     """Called by a thread between two pieces of its work: it rests."""
 
     def __init__(self, share: float) -> None:

@@ -1,6 +1,6 @@
 """vLLM's CPU operators for the learner, without an import of vLLM: INT8 products, rotary embedding.
 
-An engine's worker only tests whether INT8 products are exact (engine/host_kernels.py). The library
+An engine's worker only tests whether INT8 products are exact (engine/cpu_kernels.py). The library
 loads in 0.05 s; INT8 weights are packed once. No other module calls `torch.ops._C`.
 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.

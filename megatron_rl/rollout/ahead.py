@@ -19,13 +19,13 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.processes import heartbeat
-from megatron_rl.rollout.collect import Answering, Answers, Collected, Collector
+from megatron_rl.rollout.collect import Collected, Collector, GenerationHandle, ResponseSource
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 LOOK_S = 0.2  # the longest that a wait goes on without a look whether it still makes sense
 
 
-class InTurn:
+class SyncBatches:
     """`rollout.ahead: 0`: sampler and learner take turns."""
 
     def __init__(self, collector: Collector) -> None:
@@ -38,7 +38,7 @@ class InTurn:
         """Around an update of the sampler's weights."""
         return nullcontext()
 
-    def goes_on_without(self, step: int) -> bool:
+    def can_skip_sync(self, step: int) -> bool:
         """Tell if there is a batch for this step although the sampler refused the update before."""
         return False
 
@@ -56,7 +56,7 @@ class Stopped(Exception):
 class Gate:
     """A sampler's responses; with `finish`, none is being written while an update comes."""
 
-    def __init__(self, answers: Answers, rollout: RolloutSection) -> None:
+    def __init__(self, answers: ResponseSource, rollout: RolloutSection) -> None:
         self.changed = threading.Condition()
         self.stopped = False
         self._answers = answers
@@ -64,7 +64,7 @@ class Gate:
         self._open = 0
         self._closed = False
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GenerationHandle:
         return _Gated(self, self._answers.answering(params, seed=seed, step=step))
 
     @contextmanager
@@ -105,9 +105,9 @@ class Gate:
 
 
 class _Gated:
-    """Answering, through the gate: what comes while it is closed is added when it opens."""
+    """GenerationHandle, through the gate: what comes while it is closed is added when it opens."""
 
-    def __init__(self, gate: Gate, inner: Answering) -> None:
+    def __init__(self, gate: Gate, inner: GenerationHandle) -> None:
         self._gate = gate
         self._inner = inner
         self._open = 0
@@ -140,7 +140,7 @@ class _Gated:
         self._open = 0
 
 
-class Ahead:
+class AsyncBatches:
     """Batches of a thread ahead of the learner. The first is begun when it is requested."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Ahead:
         with heartbeat.delegate_wait(), self._gate.closed():
             yield
 
-    def goes_on_without(self, step: int) -> bool:
+    def can_skip_sync(self, step: int) -> bool:
         with self._changed:
             return self._fresh_enough(step) or self._begun >= step
 

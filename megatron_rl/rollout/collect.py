@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.advantage import has_spread, overlong_penalty
+from megatron_rl.advantage import has_variance, overlong_penalty
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -52,7 +52,7 @@ class RewardError(RuntimeError):
     )
 
 
-class Answering(Protocol):
+class GenerationHandle(Protocol):
     """Prompts in generation, for one thread; others may call the sampler for other requests."""
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
@@ -68,10 +68,10 @@ class Answering(Protocol):
         ...
 
 
-class Answers(Protocol):
+class ResponseSource(Protocol):
     """Interface of a Sampler that collecting uses."""
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering: ...
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GenerationHandle: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Collector:
         self,
         config: RolloutSection,
         order: PromptOrder,
-        answers: Answers,
+        answers: ResponseSource,
         scorer: Scorer,
         *,
         rebaseline: bool,
@@ -150,7 +150,7 @@ class Collector:
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
-    def _ask(self, answering: Answering, count: int) -> None:
+    def _ask(self, answering: GenerationHandle, count: int) -> None:
         if count > 0:
             first = self.next_group
             answering.add(self._order.take(count), first)
@@ -178,7 +178,7 @@ class Collector:
     def _learnable(self, group: Group) -> bool:
         if not self._config.dynamic_sampling:
             return True
-        return has_spread([one.reward for one in group if self._counts(one)])
+        return has_variance([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
         """Return True if the group's baseline includes it: others must not decide the variance."""
@@ -198,7 +198,7 @@ class Collector:
         ] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
         counted = [[one.reward for one in group if self._counts(one)] for group in drawn]
-        flat = [rewards for rewards in counted if not has_spread(rewards)]
+        flat = [rewards for rewards in counted if not has_variance(rewards)]
         if self._config.samples_per_prompt > 1:
             spread = len(drawn) - len(flat)
         else:
@@ -269,7 +269,7 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def grouped(scored: Sequence[Scored]) -> list[Group]:
-    """Answers to one prompt are neighbours."""
+    """ResponseSource to one prompt are neighbours."""
     return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
 
 
@@ -385,8 +385,8 @@ def _task(rollout: Rollout, text: str) -> Task:
     return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
 
 
-class AtOnce:
-    """Implementation of Answering in which one blocking call serves all prompts."""
+class ImmediateHandle:
+    """Implementation of GenerationHandle in which one blocking call serves all prompts."""
 
     def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
         """`generate`: of prompts, and the group of the first."""
@@ -405,19 +405,19 @@ class AtOnce:
         pass
 
 
-class DatasetAnswers:
+class DatasetResponses:
     """Sampler that returns the data set's own answers: supervised warm start runs the same loop."""
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateHandle:
         def answers(prompts: Sequence[Prompt], first: int) -> list[Rollout]:
             return [
                 self._answer(one, params, group, step) for group, one in enumerate(prompts, first)
             ]
 
-        return AtOnce(answers)
+        return ImmediateHandle(answers)
 
     def _answer(self, prompt: Prompt, params: SamplingParams, group: int, step: int) -> Rollout:
         answer = self._tokenizer.encode(str(prompt.answer))

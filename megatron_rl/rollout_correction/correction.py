@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
-from megatron_rl.batch import Batch, OneReplica, Replicas, Share, Targets
+from megatron_rl.batch import Batch, OneReplica, Replicas, Share, UpdateInputs
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Anchor,
@@ -348,7 +348,7 @@ def _fill_weights(
 
 @torch.no_grad()
 def correct_micro_batch(
-    prox_N: Tensor, targets: Targets, config: CorrectionConfig
+    prox_N: Tensor, targets: UpdateInputs, config: CorrectionConfig
 ) -> tuple[LogRatio, Tensor, Tensor]:
     """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits
     for a device.

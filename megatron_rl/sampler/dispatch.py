@@ -27,7 +27,7 @@ POLL_S = 0.01  # whether an update is over whose weights an answer is already of
 
 
 @dataclass(frozen=True)
-class Job:
+class Request:
     """Prompt to be answered by one engine, with as many samples as its parameters say."""
 
     group: int
@@ -103,7 +103,7 @@ class Dispatcher:
         self._answering: set[asyncio.Task[list[Rollout]]] = set()
         self._failure: SamplerError | None = None
 
-    async def ask(self, job: Job) -> list[Rollout]:
+    async def ask(self, job: Request) -> list[Rollout]:
         """Answer a job; if cancelled, the engine is told to stop."""
         if self._failure is not None:
             raise self._failure
@@ -137,7 +137,7 @@ class Dispatcher:
         if open_tasks:
             await asyncio.wait(open_tasks)
 
-    async def _answered(self, job: Job) -> list[Rollout]:
+    async def _answered(self, job: Request) -> list[Rollout]:
         reason = ""
         for attempt in range(TRIES):
             replica = await self._next_replica(job, first=attempt > 0)
@@ -172,7 +172,7 @@ class Dispatcher:
             f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
         )
 
-    async def _completions(self, job: Job, replica: Replica, version: int) -> list[Completion]:
+    async def _completions(self, job: Request, replica: Replica, version: int) -> list[Completion]:
         params = job.params
         # greedy samples are copies of one
         distinct = 1 if params.temperature == 0 else params.samples
@@ -200,7 +200,7 @@ class Dispatcher:
         versions = set[int]().union(*(one.all_versions for one in completions))
         return versions - set(self._served[since:])
 
-    async def _next_replica(self, job: Job, first: bool) -> Replica:
+    async def _next_replica(self, job: Request, first: bool) -> Replica:
         """Wait for an engine that can take the job, behind those that wait already or before them.
         Raise where there is none in time, or can be; an update has limits of its own.
         """
@@ -234,7 +234,7 @@ class Dispatcher:
             self._homes[job.key] = replica
         return replica
 
-    def _usable(self, job: Job) -> list[Replica]:
+    def _usable(self, job: Request) -> list[Replica]:
         return [replica for replica in self._replicas if self._can_take(replica, job)]
 
     @property
@@ -243,7 +243,7 @@ class Dispatcher:
         states = {replica.state for replica in self._replicas}
         return self._load.total() > 0 or not states.isdisjoint((State.behind, State.updating))
 
-    def _can_take(self, replica: Replica, job: Job) -> bool:
+    def _can_take(self, replica: Replica, job: Request) -> bool:
         current = replica.state is State.ready and replica.version == self._served[-1]
         load = self._load[replica.name]
         # one engine alone is given everything: what shares its batches must not hang on when
@@ -253,7 +253,7 @@ class Dispatcher:
             load == 0 or alone or load + job.params.samples <= self._room(replica, job)
         )
 
-    def _room(self, replica: Replica, job: Job) -> int:
+    def _room(self, replica: Replica, job: Request) -> int:
         """Sequences that an engine is given: what it decodes at once, as far as its cache holds
         that many, and some.
         """
@@ -268,7 +268,7 @@ class Dispatcher:
         self._load[replica.name] += sequences
 
 
-def _rollout(job: Job, sample: int, completion: Completion, replica: Replica) -> Rollout:
+def _rollout(job: Request, sample: int, completion: Completion, replica: Replica) -> Rollout:
     return Rollout(
         **vars(completion),
         prompt=job.prompt,

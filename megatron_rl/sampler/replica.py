@@ -85,7 +85,7 @@ class Replica:
         if self.state is State.updating:
             self._become(State.ready)
 
-    def take_out(self, reason: str) -> None:
+    def mark_down(self, reason: str) -> None:
         """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
         if self.up:
             self._become(State.down)

@@ -91,7 +91,7 @@ class Replicas:
             served=state.served,
             max_sequences=max_sequences(self._settings.sampler),
             patience_s=state.start_timeout_s,
-            on_gone=state.take_out,
+            on_gone=state.mark_down,
             meter=meter,
             patient=patient,
         )
@@ -112,7 +112,7 @@ class Replicas:
                     first.engine.values(kind, sequences, self._state.version)
                 )
             except EngineGone as error:
-                self._state.take_out(first, str(error))
+                self._state.mark_down(first, str(error))
 
     async def health(self) -> dict[str, Any]:
         """State of each engine, and the status of the first that is not well."""
@@ -133,7 +133,7 @@ class Replicas:
             try:
                 status = await one.wait_for(one.engine.status())
             except EngineGone as error:
-                self._state.take_out(one, str(error))
+                self._state.mark_down(one, str(error))
         return {
             **status,
             "name": one.name,

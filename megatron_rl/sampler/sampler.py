@@ -34,10 +34,10 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.sampler.answering import Answering, answered
 from megatron_rl.sampler.client.interface import SamplerError
-from megatron_rl.sampler.dispatch import Dispatcher, Job, Meter
+from megatron_rl.sampler.dispatch import Dispatcher, Meter, Request
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
+from megatron_rl.sampler.generation import GenerationHandle, answered
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
@@ -141,14 +141,14 @@ class Sampler:
 
     def answering(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
-    ) -> Answering:
+    ) -> GenerationHandle:
         """Answer prompts group by group. `patient`: see Engine.generate."""
         loop, dispatcher = self._dispatcher(patient)
 
         def answer(prompt: Prompt, group: int) -> Awaitable[list[Rollout]]:
-            return dispatcher.ask(Job(group, prompt, request_seed(seed, group), params))
+            return dispatcher.ask(Request(group, prompt, request_seed(seed, group), params))
 
-        return Answering(
+        return GenerationHandle(
             loop,
             answer,
             waiting=self._waiting,
@@ -156,11 +156,11 @@ class Sampler:
             meanwhile=self._pass_on_notes,
         )
 
-    def turns(self, params: SamplingParams, *, patient: bool) -> Turns:
+    def turns(self, params: SamplingParams, *, patient: bool) -> TurnClient:
         """Answer the requests of conversations, each by itself. `patient`: see Engine.generate."""
         loop, dispatcher = self._dispatcher(patient)
         close = partial(self._give_up, dispatcher)
-        return Turns(loop, dispatcher, replace(params, samples=1), close)
+        return TurnClient(loop, dispatcher, replace(params, samples=1), close)
 
     def _dispatcher(self, patient: bool) -> tuple[EventLoopThread, Dispatcher]:
         self.wait_ready()
@@ -333,7 +333,7 @@ class Sampler:
             self._note(self._notes.get())
 
 
-class Turns:
+class TurnClient:
     """Requests of conversations, asked from another event loop."""
 
     def __init__(
@@ -357,9 +357,9 @@ class Turns:
         key: str,
         tools: ToolFormat | None = None,
     ) -> Rollout:
-        """`key`: see dispatch.Job."""
+        """`key`: see dispatch.Request."""
         params = replace(self._params, max_tokens=max_tokens, tools=tools)
-        job = Job(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
+        job = Request(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
         (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
         return rollout
 

@@ -72,11 +72,11 @@ class SamplerState:
         for dispatcher in self.dispatchers:
             dispatcher.notify()
 
-    def take_out(self, replica: Replica, reason: str) -> None:
+    def mark_down(self, replica: Replica, reason: str) -> None:
         reason = reason.removeprefix(f"{replica.name}: ")
         if replica.ready:
             self.note(f"{replica.name} is out: {reason}")
-        replica.take_out(reason)
+        replica.mark_down(reason)
         self.tell()
 
 
@@ -242,7 +242,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Returns once the engine is gone, or was taken out by whoever asked it something."""
         reason = await self._until_gone(lambda: not self.replica.up)
-        self._state.take_out(self.replica, reason)
+        self._state.mark_down(self.replica, reason)
         await self._failed(reason)
 
     async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
@@ -281,7 +281,7 @@ class Supervisor:
         if process is not None:
             await asyncio.to_thread(process.wait, END_S)
             reason = (process.ended() if ENDED in reason else None) or reason
-        replica.take_out(reason)
+        replica.mark_down(reason)
         await self.close()
         details = reason
         if process is not None:

@@ -73,7 +73,7 @@ class Updates:
         for replica, engine, answer in zip(replicas, engines, answers, strict=True):
             # another may have taken its place
             if isinstance(answer, EngineGone) and replica.engine is engine:
-                state.take_out(replica, str(answer))
+                state.mark_down(replica, str(answer))
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [answer for answer in refused if not isinstance(answer, EngineGone)]
         if serious:
@@ -189,7 +189,7 @@ class Updates:
             if stand:
                 await self._resume()
         except BaseException:  # of every kind: one that was interrupted may have either version
-            await asyncio.shield(self._doubt())
+            await asyncio.shield(self._reconcile())
             raise
         finally:
             for replica in self._replicas:
@@ -198,7 +198,7 @@ class Updates:
             state.tell()
         return slowest | {"pause_s": self._stood_s + time.perf_counter() - began}
 
-    async def _doubt(self) -> None:
+    async def _reconcile(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others
         are taken out.
         """
@@ -213,7 +213,7 @@ class Updates:
                     raise EngineGone("it loaded a version that another engine could not load")
                 await replica.engine.update("resume")
             except SamplerError as error:
-                self._state.take_out(replica, str(error))
+                self._state.mark_down(replica, str(error))
 
     async def _resume(self) -> None:
         """Let engines that stand still go on. One that cannot go on is taken out."""
@@ -223,7 +223,7 @@ class Updates:
             standing, await asyncio.gather(*asked, return_exceptions=True), strict=True
         ):
             if isinstance(answer, BaseException):
-                self._state.take_out(replica, str(answer))
+                self._state.mark_down(replica, str(answer))
 
     async def _tell(
         self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any

@@ -28,7 +28,7 @@ from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, wit
 from megatron_rl.processes.heartbeat import phase_of
 from megatron_rl.processes.job import memory_kills
 from megatron_rl.processes.scratch import Scratch
-from megatron_rl.supervision.watch import Watch, kill
+from megatron_rl.supervision.watch import HangDetector, kill
 from megatron_rl.tracking.causes import HANG, HANG_HINT, LOST_PEER, Cause, of_error, read_end
 from megatron_rl.tracking.console import Silence
 from megatron_rl.tracking.disk import RecordLost
@@ -54,7 +54,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
         run, moved = open_run(config.run.folder, config.run.if_exists, to_yaml(config))
         if moved:
             print(moved, flush=True)
-        watch = Watch(run.path, config.run.hang_timeout_s)
+        watch = HangDetector(run.path, config.run.hang_timeout_s)
         ranks = RankProcesses(
             run, Layout.from_config(config.learner).world, scratch.path, given, watch
         )
@@ -136,7 +136,7 @@ class RankProcesses:
     """Those of one attempt."""
 
     def __init__(
-        self, run: RunDir, count: int, scratch: Path, given: Mapping[str, str], watch: Watch
+        self, run: RunDir, count: int, scratch: Path, given: Mapping[str, str], watch: HangDetector
     ) -> None:
         """`scratch`: the run's temporary folder. `given`: variables for every rank."""
         self._run = run

@@ -34,7 +34,7 @@ ASKS = (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP)
 WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for an engine
 
 
-class StepGivenUp(BaseException):
+class StepAborted(BaseException):
     """A step that every rank gives up at the same place: what stood before it is what is left. No
     error.
     """
@@ -50,11 +50,11 @@ def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
     given_up = None
     try:
         answer = ask()
-    except StepGivenUp as error:
+    except StepAborted as error:
         given_up = str(error)
     answer, given_up = ranks.broadcast((answer, given_up))
     if given_up is not None:
-        raise StepGivenUp(given_up)
+        raise StepAborted(given_up)
     return answer
 
 
@@ -112,7 +112,7 @@ class StopRequest:
     def check(self) -> None:
         """Between phases: is there time for what follows?"""
         if self._given_up:
-            raise StepGivenUp(self._given_up)
+            raise StepAborted(self._given_up)
 
     def begin(self, step: int) -> None:
         """A step that nobody has asked to stop before."""
@@ -135,7 +135,7 @@ class StopRequest:
         if number == WAKE:
             if self._waiting and self._given_up:
                 self._waiting = False  # once
-                raise StepGivenUp(self._given_up)
+                raise StepAborted(self._given_up)
             return
         if number == signal.SIGTERM and LAUNCHER not in os.environ and job.goes_on():
             raise RuntimeError(job.ANOTHER_ENDED)

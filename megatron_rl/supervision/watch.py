@@ -71,7 +71,7 @@ class ProcessIssue:
         }
 
 
-class Watch:
+class HangDetector:
     """Hang detection; its time stands still while this process is suspended."""
 
     launcher: int | None = None  # its process id, where it is watched too
@@ -226,7 +226,7 @@ class Watch:
             file.write(text + "\n")
 
 
-class RankWatch(Watch):
+class RankHangDetector(HangDetector):
     """A watch that a rank's heartbeat calls, for runs that no launcher watches. It ends the run by
     ending this process.
     """

@@ -1,5 +1,5 @@
 """Shards of an engine's ranks: how a writer cuts a tensor for them, what a rank loads of it, and
-keeps (`Held`).
+keeps (`ShardBuffer`).
 
 An engine of several tensor-parallel ranks reads each byte of what is cut once instead of once per
 rank: a writer lays a tensor down part by part, each with a checksum of its own, and a rank reads
@@ -23,7 +23,7 @@ SMALL = 1 << 14  # bytes that are not worth an entry for each rank
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardLayout:
     """How a writer lays a tensor down: these rows (columns) one after the other."""
 
     dim: int
@@ -32,7 +32,7 @@ class Cut:
     @classmethod
     def of(
         cls, spec: TensorSpec, dim: int, kinds: Sequence[int], vocabulary: bool, ranks: int
-    ) -> Cut:
+    ) -> ShardLayout:
         """Equal shares for `ranks` of each kind of row (queries, keys, ...), `kinds` of them, that
         lies in a tensor.
         """
@@ -89,7 +89,7 @@ WHOLE = Shard()
 NOTHING = Shard(runs=())
 
 
-class Held(Mapping[str, "torch.Tensor"]):
+class ShardBuffer(Mapping[str, "torch.Tensor"]):
     """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every
     look anew.
     """
@@ -99,7 +99,7 @@ class Held(Mapping[str, "torch.Tensor"]):
         self._taken: dict[str, tuple[TensorSpec, list[torch.Tensor]]] = {}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> Held:
+    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> ShardBuffer:
         held = cls(shards)
         for name, tensor in tensors.items():
             held.take(name, tensor, own=True)

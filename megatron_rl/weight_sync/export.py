@@ -28,7 +28,7 @@ class LoadsWeights(LearnerWeights, Protocol):
         """Load the weights of a Hugging Face folder, or of a torch_dist checkpoint."""
 
 
-def leave_models(
+def export_models(
     learner: LoadsWeights,
     origin: Path,
     run_dir: Path,

@@ -28,7 +28,7 @@ from megatron_rl.processes.scratch import SHARED_MEMORY, remove_with_it
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 from megatron_rl.weight_sync.delta import Sent
-from megatron_rl.weight_sync.engine_shards import Cut
+from megatron_rl.weight_sync.engine_shards import ShardLayout
 from megatron_rl.weight_sync.manifest import Manifest, Part, TensorEntry, WeightSyncError
 
 ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
@@ -71,7 +71,7 @@ def write_version(
     bucket_bytes: int = BUCKET_BYTES,
     sent: Sent | None = None,
     base: int | None = None,
-    cuts: Mapping[str, Cut] | None = None,
+    cuts: Mapping[str, ShardLayout] | None = None,
 ) -> Manifest:
     """Write this writer's tensors of one version, consuming `tensors` lazily, and return what it
     has written; on failure nothing stays behind.
@@ -140,7 +140,7 @@ class _Buckets:
         self._file: BinaryIO | None = None
         self._name = ""
 
-    def add(self, name: str, tensor: torch.Tensor, cut: Cut | None) -> None:
+    def add(self, name: str, tensor: torch.Tensor, cut: ShardLayout | None) -> None:
         spec = TensorSpec.of(name, tensor)
         offset = self._begin()
         if cut is None:

@@ -37,7 +37,7 @@ from megatron_rl.weight_sync.buckets import (
     gather,
     make_buckets,
 )
-from megatron_rl.weight_sync.engine_shards import Cut
+from megatron_rl.weight_sync.engine_shards import ShardLayout
 
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
@@ -164,12 +164,12 @@ class ShardSource:
             return [*weights, self._scale_tensors]
         return weights
 
-    def cuts(self, ranks: int) -> dict[str, Cut]:
+    def cuts(self, ranks: int) -> dict[str, ShardLayout]:
         """How what this rank yields is cut for an engine of so many ranks; the rest travels
         whole.
         """
         return {
-            out.tensor.name: Cut.of(
+            out.tensor.name: ShardLayout.of(
                 out.tensor, out.dim, job.param.kinds(self._model.shape, stored), vocabulary, ranks
             )
             for bucket in self._buckets

@@ -31,7 +31,7 @@ def test_a_recipe_is_told_the_way_out(folder: Path) -> None:
     assert not REMOVED.keys() & set(all_keys())
     for key, removed in REMOVED.items():
         said = refusal(load, folder / "mine.yaml", [f"{key}=1"])
-        assert said == f"{key}: unknown key; {removed.way_out}"
+        assert said == f"{key}: unknown key; {removed.hint}"
 
 
 @pytest.mark.parametrize("key", [key for key, one in REMOVED.items() if one.default is not ANY])

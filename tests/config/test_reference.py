@@ -15,7 +15,7 @@ from megatron_rl.config.load import changes, flat, sources
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.reference import OF_A_LIST, OF_A_NAME, entries, explain
 from megatron_rl.config.schema import VERIFIERS, Config
-from megatron_rl.config.shape import misfits
+from megatron_rl.config.shape import schema_errors
 from megatron_rl.config.unknown import ELSEWHERE
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_its_example_and_its_default_are_taken(entry) -> None:
             is_list = part.endswith(OF_A_LIST)
             rule = {"level": "token", "stat": "ratio", **value} if is_list else value
             value = {part.removesuffix(OF_A_LIST): [rule] if is_list else value}
-        assert list(misfits(value, Config)) == []
+        assert list(schema_errors(value, Config)) == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

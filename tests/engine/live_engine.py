@@ -24,7 +24,7 @@ from megatron_rl.sampler.engine_settings import (
     write_engine_folder,
 )
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync.engine_shards import Held
+from megatron_rl.weight_sync.engine_shards import ShardBuffer
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 NUMBERS = count(1)  # of samples
@@ -125,7 +125,9 @@ class Case:
 
         def prepare_wrongly(worker: Any, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
             load = partial(reload.load, worker.model, worker.model_config, worker.device)
-            held = Held.of(tensors, worker.shards)  # as an engine has them that loads in place
+            held = ShardBuffer.of(
+                tensors, worker.shards
+            )  # as an engine has them that loads in place
             return partial(fault, worker.model, held.items(), load)
 
         receiver.FileWeightTransferEngine.prepare = prepare_wrongly

@@ -69,7 +69,7 @@ def port(monkeypatch, service) -> Iterator[int]:
     monkeypatch.setenv(server_access.VARIABLE, KEY)
     monkeypatch.setattr(server.uvicorn, "Server", Server)
     Key.of_environment.cache_clear()
-    server.open_door(server.reserved("127.0.0.1", 0), ENGINE, service)
+    server.serve_in_thread(server.reserved("127.0.0.1", 0), ENGINE, service)
     wait_for(lambda: opened and opened[0][0].started)
     one, thread, place = opened[0]
     yield place
@@ -243,7 +243,7 @@ def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
     with server.reserved("127.0.0.1", 0) as place, server.reserved(*place.getsockname()) as other:
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            server.open_door(place, ENGINE, service)
+            server.serve_in_thread(place, ENGINE, service)
 
 
 OTHERS = [

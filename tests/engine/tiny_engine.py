@@ -31,7 +31,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
-from megatron_rl.sampler.sampler import Answering, Sampler
+from megatron_rl.sampler.sampler import GenerationHandle, Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -83,7 +83,7 @@ def collecting(
 
     def collect() -> None:
         asked = len(prompts)
-        with closing(sampler.answering(params, seed=5)) as answering:
+        with closing(sampler.generation(params, seed=5)) as answering:
             answering.add(prompts, 0)
             if not first:
                 begun.set()
@@ -111,7 +111,7 @@ def collecting(
             collected.result(PATIENCE_S)
 
 
-def rest(answering: Answering) -> dict[int, list[Rollout]]:
+def rest(answering: GenerationHandle) -> dict[int, list[Rollout]]:
     """Every group that is still to come; none comes twice."""
     groups = {}
     while more := answering.finished():

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from megatron_rl.config.schema import Credit
 from megatron_rl.environments import agent
-from megatron_rl.environments.session import Policy
+from megatron_rl.environments.session import PolicyClient
 from megatron_rl.processes import strangers
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.sampler.client.interface import SamplerError
@@ -62,7 +62,7 @@ class Asked:
         rules = sessions.rules(played.params.max_tokens)
         assert sessions._gateway is not None
         self.gateway = sessions._gateway
-        self.policy = Policy(played.policy, played.tokenizer, rules, lambda turn: turn, "0")  # type: ignore[arg-type]
+        self.policy = PolicyClient(played.policy, played.tokenizer, rules, lambda turn: turn, "0")  # type: ignore[arg-type]
         self.name, self.url, self.key = self.gateway.begin(self.policy)
 
     def __call__(

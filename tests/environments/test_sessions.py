@@ -172,11 +172,11 @@ def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
     def says(text: str, seed: int) -> str:
         nonlocal asked
         asked += 1
-        nursery = played.sessions.pool._nursery
+        fork_server = played.sessions.pool._fork_server
         # all sessions are in their second turn or before it
-        if asked == 30 and nursery is not None:
-            nursery.kill()
-            nursery.wait()
+        if asked == 30 and fork_server is not None:
+            fork_server.kill()
+            fork_server.wait()
         return counting(text, seed)
 
     with Played(tmp_path, says) as played:
@@ -187,16 +187,16 @@ def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
             assert (rollout.session.error, rollout.session.reward) == (None, 1.0)
         again = [rollout.session.counts["restarts"] for (rollout,) in groups if rollout.session]
         assert 0 < sum(again) <= 24
-        nursery = played.sessions.pool._nursery
-        nursery.kill()
-        nursery.wait()
+        fork_server = played.sessions.pool._fork_server
+        fork_server.kill()
+        fork_server.wait()
         for (rollout,) in played.play(*[{}] * 4):
             assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0), (
                 "nothing was open"
             )
 
 
-def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
     with Played(tmp_path, counting) as played:
         control = played.sessions.pool._control
         control.close()
@@ -205,11 +205,11 @@ def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("the environments' parent is stopped (SIGSTOP)", "no session is lost")
-def test_a_nursery_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "FORK_TIMEOUT_S", 1.0)
     with Played(tmp_path, counting) as played:
         played.play()
-        played.sessions.pool._nursery.send_signal(signal.SIGSTOP)
+        played.sessions.pool._fork_server.send_signal(signal.SIGSTOP)
         for (rollout,) in played.play(*[{}] * 8):
             assert rollout.session.error is None
 
@@ -217,8 +217,8 @@ def test_a_nursery_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_connection_stays_open_after_a_cancelled_start_or_the_pools_end() -> None:
     async def leaks() -> None:
         held = await processes.take()
-        nursery, _ = processes.start()
-        nursery.send_signal(signal.SIGSTOP)
+        fork_server, _ = processes.start()
+        fork_server.send_signal(signal.SIGSTOP)
         taken = asyncio.create_task(processes.take())
         await asyncio.sleep(0.5)  # it waits for the stopped process
         open_then = len(this.net_connections("unix"))
@@ -241,11 +241,11 @@ def test_no_connection_stays_open_after_a_cancelled_start_or_the_pools_end() -> 
 
 def test_a_session_whose_process_dies_before_all_do_is_not_lost(tmp_path: Path) -> None:
     def says(text: str, seed: int) -> str:
-        nursery = played.sessions.pool._nursery
-        if (tmp_path / "mark").exists() and nursery is not None and not ended:
-            ended.append(nursery)
-            nursery.kill()
-            nursery.wait()
+        fork_server = played.sessions.pool._fork_server
+        if (tmp_path / "mark").exists() and fork_server is not None and not ended:
+            ended.append(fork_server)
+            fork_server.kill()
+            fork_server.wait()
         return counting(text, seed)
 
     ended: list[Any] = []

@@ -23,10 +23,10 @@ from transformers import Qwen3Config
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import EnvironmentSection, Format, Forward, LearnerSection
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.environments.session import Policy, Rules
+from megatron_rl.environments.session import PolicyClient, Rules
 from megatron_rl.environments.sessions import rollouts
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
+from megatron_rl.learner.modules import cpu  # noqa: F401 - before megatron
 from megatron_rl.models.model import Model
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, SessionTurn
@@ -76,7 +76,9 @@ async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
     rules = Rules(EnvironmentSection(name="none:needed"), 16, CONTEXT, {}, None)
 
     async def session(number: int) -> list[Rollout]:
-        policy = Policy(asking, tokenizer, rules, lambda turn: 100 * number + turn, str(number))
+        policy = PolicyClient(
+            asking, tokenizer, rules, lambda turn: 100 * number + turn, str(number)
+        )
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "What is 12 + 30? " + "it is not " * number}
         ]

@@ -16,7 +16,7 @@ import pretended
 import pytest
 import torch
 
-from megatron_rl.learner.modules import host  # before megatron
+from megatron_rl.learner.modules import cpu  # before megatron
 
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # isort: skip
 from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, QuantizationSection
@@ -200,11 +200,11 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    assert host.ON_HOST
+    assert cpu.ON_CPU
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         pretended.pretend(patch, pretended.H100, count=ranks)
-        patch.setattr(model_module, "host", SimpleNamespace(ON_HOST=False))  # layers as on a GPU
+        patch.setattr(model_module, "host", SimpleNamespace(ON_CPU=False))  # layers as on a GPU
         patch.setattr(fake_quantized_module, "ROWS", 5)  # a layer's tokens in several blocks
         for number, family in enumerate(FAMILIES):
             format = list(Format)[number % len(Format)]

@@ -76,7 +76,7 @@ def test_it_imports_in_a_process_of_its_own(module: str) -> None:
 
 def test_a_rank_s_imports_leave_the_devices_to_the_engine() -> None:
     """An engine that shares them starts first; the ranks wait for it with everything imported."""
-    said = "import torch, megatron_rl.learner.modules.host, megatron_rl.train; assert not torch.cuda.is_initialized()"
+    said = "import torch, megatron_rl.learner.modules.cpu, megatron_rl.train; assert not torch.cuda.is_initialized()"
     done = subprocess.run(
         [sys.executable, "-c", said],
         env=pretended.environment(ROOT),

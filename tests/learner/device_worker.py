@@ -55,7 +55,7 @@ def whole(learner: Learner, job: Fields) -> Fields:
     steps = [update(learner, batch, targets)]
     after_N = learner.logprobs(batch)
     saver.snapshot_rng_and_stats()
-    learner.make_room()
+    learner.release_memory()
     saver.begin(1, {"driver": {"position": 1, "seen": {}}})
     sent.append(_pushed(sync, receiver, 1))
     saver.settle(wait=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import costs, head
-from megatron_rl.learner.modules.head import Asked, Scores
+from megatron_rl.learner.modules.head import LogprobOutput, LogprobRequest
 from megatron_rl.learner.modules.packing import Pack
 
 COLUMNS = (1, 4, 7, 18)  # at once; a share has 19 (TP2, padded) or 37 of them
@@ -63,10 +63,10 @@ def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -
     width = own.shape[1]
     hidden_N1H = torch.randn(count, 1, width, generator=random).to(own.dtype).requires_grad_()
     weight_VH = own.detach().clone().requires_grad_()
-    asked = Asked(learner.share, rollout.temperature, True, rollout.top_k, rollout.top_p)
+    asked = LogprobRequest(learner.share, rollout.temperature, True, rollout.top_k, rollout.top_p)
     forwards = []
     hook = layer.register_forward_hook(lambda *_: forwards.append(1))
-    got: Scores = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held=False)
+    got: LogprobOutput = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held=False)
     hook.remove()
     assert (not forwards) == (columns is not None), "columns at a time do not go through the layer"
     of_logprobs_N, of_entropy_N = torch.randn(2, count, generator=random)
@@ -98,7 +98,7 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     hidden_N1H = torch.randn(tokens, 1, hidden).bfloat16().requires_grad_()
     weight_VH = (torch.randn(columns, hidden) / 8).bfloat16().requires_grad_()
     mine = SimpleNamespace(labels_N=torch.zeros(tokens, dtype=torch.int64), kept_NK=None)
-    asked = Asked(head.VocabShare.of(0, 1, columns, columns, None), 1.0)
+    asked = LogprobRequest(head.VocabShare.of(0, 1, columns, columns, None), 1.0)
 
     def both_ways(held: bool) -> None:
         hidden_N1H.grad = weight_VH.grad = None

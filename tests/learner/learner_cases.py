@@ -19,7 +19,7 @@ from matrices import batch_of, flat_of
 from preloaded import Process
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, UpdateInputs
 
 # of a config.json, a learner section, a job or its result
 Fields = dict[str, Any]
@@ -214,12 +214,12 @@ EMPTINESS = {
 }
 
 
-def make_targets(batch: Batch, anchor_N: torch.Tensor | None) -> Targets:
+def make_targets(batch: Batch, anchor_N: torch.Tensor | None) -> UpdateInputs:
     random = torch.Generator().manual_seed(1)
     advantages_B = torch.randn(len(batch), generator=random)
     width = max((1, *batch.response_lengths_B.tolist()))
     weights_BT = torch.rand(len(batch), width, generator=random) + 0.5
-    return Targets(
+    return UpdateInputs(
         prompt_lengths_B=batch.prompt_lengths_B,
         response_lengths_B=batch.response_lengths_B,
         groups_B=batch.groups_B,
@@ -233,7 +233,7 @@ def make_targets(batch: Batch, anchor_N: torch.Tensor | None) -> Targets:
     )
 
 
-def update(learner: Any, batch: Batch, targets: Targets) -> dict[str, float]:
+def update(learner: Any, batch: Batch, targets: UpdateInputs) -> dict[str, float]:
     """An update on a batch that is handed out by the driver."""
     share = learner.split(batch if learner.is_driver else None)
     return learner.update(share, targets.rows(share.own))

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from saver_worker import saves
 from shares_worker import shared
 
-from megatron_rl.batch import Targets
+from megatron_rl.batch import UpdateInputs
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import Config, ModelSection, Precision
@@ -48,8 +48,8 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
-from megatron_rl.quantization import host_products
-from megatron_rl.step import Step
+from megatron_rl.quantization import cpu_matmul
+from megatron_rl.step import CorrectedBatch
 from megatron_rl.types import NO_EXPERT
 
 STEPS_ASIDE = 3
@@ -138,8 +138,8 @@ def aside(learner: Learner, job: Fields) -> Fields:
         before_N = learner.logprobs(batch)
         found.append(update(learner, batch, make_targets(batch, before_N)))
         kept.append(_digest(learner))
-        learner.make_room()
-        learner.make_room()  # a step without a sync
+        learner.release_memory()
+        learner.release_memory()  # a step without a sync
         if learner.offload is not None:
             grads = [buffer.grad_data for buffer in buffers(learner)]
             assert learner.offload.away
@@ -162,7 +162,7 @@ def one_update(learner: Learner, job: Fields) -> Fields:
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
     share = learner.part(batch)
     anchor_N = learner.logprobs(share) if job["scored"] else None
-    targets = Step.corrected(config_of(job), share, 0, anchor_N).targets(None)
+    targets = CorrectedBatch.corrected(config_of(job), share, 0, anchor_N).targets(None)
     with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
         metrics = learner.update(share, targets)
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
@@ -285,7 +285,7 @@ def _over_all_ranks(learner: Learner, seen: torch.Tensor) -> torch.Tensor:
     return seen
 
 
-def _huge_weights(learner: Learner, good: Targets) -> Targets:
+def _huge_weights(learner: Learner, good: UpdateInputs) -> UpdateInputs:
     for name, parameter in learner.named_parameters():
         if name.endswith("layers.2.mlp.linear_fc1.weight"):
             parameter.data.fill_(3e38)
@@ -454,8 +454,8 @@ def refused(job: Fields) -> str:
     than megatron's; `cpuinfo`: on another processor.
     """
     place = Layout.place
-    flags = host_products.CPU_FLAGS
-    host_products.CPU_FLAGS = Path(job.get("cpuinfo", flags))
+    flags = cpu_matmul.CPU_FLAGS
+    cpu_matmul.CPU_FLAGS = Path(job.get("cpuinfo", flags))
     if job.get("reversed"):
         Layout.place = lambda layout, rank: place(layout, layout.world - 1 - rank)
     try:
@@ -465,7 +465,7 @@ def refused(job: Fields) -> str:
         return str(error)
     finally:
         Layout.place = place
-        host_products.CPU_FLAGS = flags
+        cpu_matmul.CPU_FLAGS = flags
     return ""
 
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from megatron_rl.learner import policy
-from megatron_rl.learner.modules import host, layers, linear, model
+from megatron_rl.learner.modules import cpu, layers, linear, model
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.quantization import vllm_operators
@@ -247,7 +247,7 @@ def _rank(*args: Any) -> LearnerRank:
         return group
 
     with (
-        patch.object(host, "ON_HOST", False),
+        patch.object(cpu, "ON_CPU", False),
         patch.object(dist, "init_process_group", lambda backend, **kwargs: join("gloo", **kwargs)),
         patch.object(dist, "new_group", formed),
     ):
@@ -275,7 +275,7 @@ def on_device() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (host, "_on_host", lambda device: device),
+            (cpu, "_on_cpu", lambda device: device),
             (torch.cuda, "current_device", lambda: DEVICE),
             (torch.cuda, "synchronize", _synchronize),
             (torch, "Generator", _Generator),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from learner_cases import make_batch, make_targets, with_kept
 from routing_worker import routed_batch
 
-from megatron_rl.batch import Batch, Share, Targets
+from megatron_rl.batch import Batch, Share, UpdateInputs
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import shares
 from megatron_rl.learner.learner import Learner
@@ -44,7 +44,7 @@ class Traffic:
         dist.broadcast(data, src=src, group=group)
 
 
-def _targets(batch: Batch, before_N: torch.Tensor) -> Targets:
+def _targets(batch: Batch, before_N: torch.Tensor) -> UpdateInputs:
     """With everything that a loss may be given."""
     random = torch.Generator().manual_seed(4)
     more = {
@@ -55,7 +55,7 @@ def _targets(batch: Batch, before_N: torch.Tensor) -> Targets:
 
 
 def _trained(
-    learner: Learner, share: Share, targets: Targets, parts: Sequence[torch.Tensor]
+    learner: Learner, share: Share, targets: UpdateInputs, parts: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
     """Two passes and minibatches of rows, always from the same weights."""
     learner.init_random(7)

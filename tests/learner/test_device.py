@@ -9,7 +9,7 @@ from learner_cases import make_batch, make_targets, with_kept
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
-from megatron_rl.learner.device import GIVEN, keep_returnable
+from megatron_rl.learner.device import GIVEN, enable_expandable_segments
 from megatron_rl.learner.learner import on_device
 from megatron_rl.learner.modules.packing import pack
 
@@ -79,7 +79,7 @@ def test_only_ranks_beside_a_sleeping_engine_return_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def settings(sleep: Sleep, transport: Transport) -> str:
-        keep_returnable(sleep, transport)
+        enable_expandable_segments(sleep, transport)
         return torch._C._accelerator_getAllocatorSettings()
 
     for name in GIVEN:

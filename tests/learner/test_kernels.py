@@ -100,9 +100,9 @@ def head_pass(vocab: int, dtype: torch.dtype) -> None:
     hidden_NH, weight_VH = (
         torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab)
     )
-    asked = head.Asked(logprobs.VocabShare.of(0, 1, vocab, vocab, None), 0.7)
+    asked = head.LogprobRequest(logprobs.VocabShare.of(0, 1, vocab, vocab, None), 0.7)
     columns = costs.logit_columns(ROWS, vocab, dtype.itemsize, wide=False)
-    how = head._How(asked, columns, wide=False, group=None)
+    how = head.HeadContext(asked, columns, wide=False, group=None)
     logprobs_N, entropy_N = head._Head.apply(
         hidden_NH, weight_VH, torch.empty(ROWS, dtype=torch.int64), how
     )

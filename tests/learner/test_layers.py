@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.learner.modules import host, layers  # isort: skip
+from megatron_rl.learner.modules import cpu, layers  # isort: skip
 from megatron_rl.quantization import vllm_operators
 
 POSITIONS = 9
@@ -18,7 +18,7 @@ CONFIG: Any = SimpleNamespace(
     sequence_parallel=False,
 )
 
-pytestmark = pytest.mark.skipif(not host.ON_HOST, reason="these layers are those of hosts")
+pytestmark = pytest.mark.skipif(not cpu.ON_CPU, reason="these layers are those of hosts")
 
 
 def _turned(width: int) -> tuple[torch.Tensor, torch.Tensor]:

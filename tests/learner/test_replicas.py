@@ -7,7 +7,7 @@ from learner_cases import Fields
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import OptimSection
-from megatron_rl.learner.modules import host
+from megatron_rl.learner.modules import cpu
 from megatron_rl.learner.optimizer import replicas_config
 
 pytestmark = pytest.mark.ranks
@@ -91,14 +91,14 @@ def test_the_sums_are_the_same(case: str, found: Fields) -> None:
     cases.close(overlap, plain, 1e-4, "after")
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_gradients_overlap_by_default_between_gpus(
-    count: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "ON_HOST", on_host)
+    monkeypatch.setattr(cpu, "ON_CPU", on_cpu)
     made = replicas_config(OptimSection(megatron={"clip_grad": 0.5}), count)
-    assert made.overlap_grad_reduce == (count > 1 and not on_host)
+    assert made.overlap_grad_reduce == (count > 1 and not on_cpu)
 
 
 def test_a_checkpoint_of_many_buckets_is_any_learner_s(found: Fields) -> None:

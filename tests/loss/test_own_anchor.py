@@ -31,7 +31,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.rollout_correction.correction import correct
-from megatron_rl.step import Step
+from megatron_rl.step import CorrectedBatch
 
 RULES = [
     RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
@@ -85,7 +85,7 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
     """Loss, gradient and metrics of a step in two micro-batches, and of its correction."""
     anchor_N = pi_BT.detach().flatten() if anchored else None
-    step = Step.corrected(config, Share.alone(batch), 0, anchor_N)
+    step = CorrectedBatch.corrected(config, Share.alone(batch), 0, anchor_N)
     targets = step.targets(None)
     counts_B = batch.responses.count(targets.denominator_mask_N)
     totals = count_totals(counts_B, batch.groups_B, pi_BT.shape[1])

@@ -76,9 +76,9 @@ LAYOUTS = [
 
 
 def test_layers_are_where_megatron_puts_them() -> None:
-    from megatron_rl.learner.modules import host  # before megatron
+    from megatron_rl.learner.modules import cpu  # before megatron
 
-    host.install()
+    cpu.install()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

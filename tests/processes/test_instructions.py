@@ -58,15 +58,15 @@ def test_what_a_host_lacks_has_its_reason(text, limit, lacking, host):
 
 PRODUCTS = """
 import json, torch
-from megatron_rl.quantization import host_products
+from megatron_rl.quantization import cpu_matmul
 from megatron_rl.tracking.status import environment
-host_products.install()
+cpu_matmul.install()
 codes = torch.full((16, 256), 127, dtype=torch.int8)
-weight = host_products.Int8Weight(codes, torch.ones(16, 1))
+weight = cpu_matmul.Int8Weight(codes, torch.ones(16, 1))
 left, right = torch.randn(40, 256).bfloat16(), torch.randn(256, 24).bfloat16()
 exact, made = left.double() @ right.double(), (left @ right).double()
 print(json.dumps({
-    "bf16": host_products.has_bf16(), "int8": host_products.has_int8(),
+    "bf16": cpu_matmul.has_bf16(), "int8": cpu_matmul.has_int8(),
     "sums": sorted(set(weight.sums(codes).flatten().tolist())),
     "rounded_once": bool(((made - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()),
     "said": environment()["host"],

@@ -12,7 +12,7 @@ import pytest
 from helpers import program
 
 from megatron_rl.processes import threads
-from megatron_rl.processes.threads import EventLoopThread, Pace, in_thread
+from megatron_rl.processes.threads import EventLoopThread, Throttle, in_thread
 
 COUNTS = """
 import os, sys, time, torch
@@ -77,8 +77,8 @@ PIECES = 10
 PIECE_S = 0.01
 
 
-def _working(share: float) -> tuple[Pace, list[float], threading.Thread]:
-    pace = Pace(share)
+def _working(share: float) -> tuple[Throttle, list[float], threading.Thread]:
+    pace = Throttle(share)
     done = list[float]()
 
     def work() -> None:

@@ -16,7 +16,7 @@ from rollouts import rollout
 
 from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.rewards.task import Score, Task
-from megatron_rl.rollout.ahead import Ahead, Gate
+from megatron_rl.rollout.ahead import AsyncBatches, Gate
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 LIMIT_S = 240.0
@@ -85,10 +85,10 @@ def section(**keys: Any) -> RolloutSection:
 
 
 @contextmanager
-def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[Ahead]:
+def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[AsyncBatches]:
     rollout = section(**keys)
     gate = Gate(source, rollout)
-    batches = Ahead(
+    batches = AsyncBatches(
         collector(gate, source, rollout),
         gate,
         rollout,
@@ -103,7 +103,7 @@ def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[Ahead]:
         batches.join()
 
 
-def begin_and_hold(source: Source, batches: Ahead) -> None:
+def begin_and_hold(source: Source, batches: AsyncBatches) -> None:
     """Step 3's batch is being answered, and not finished before `holds` is cleared."""
     batches.take(1)
     batches.take(2)
@@ -184,7 +184,7 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
         batches.take(2)
         time.sleep(0.05)
         assert len(source.added) == 4 * 8
-        assert batches.goes_on_without(4) and not batches.goes_on_without(5)
+        assert batches.can_skip_sync(4) and not batches.can_skip_sync(5)
         with batches.updating():
             source.version = 1
         wait_for(lambda: len(source.added) == 5 * 8)

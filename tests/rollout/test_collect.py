@@ -19,7 +19,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.rollout.collect import (
     MOST_DETAILS,
     Collected,
-    DatasetAnswers,
+    DatasetResponses,
     RewardError,
     _sampled,
     _task,
@@ -145,7 +145,7 @@ def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> 
 
 def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
     params = sampling_params(RolloutSection(max_response_tokens=3), (1,))
-    asked = DatasetAnswers(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(
+    asked = DatasetResponses(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(
         params, seed=0, step=4
     )
     asked.add([Prompt(0, (1,), "", {"answer": text}) for text in ("ab", "abc")], 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_engine import replica, until
 
 from megatron_rl.sampler.client.interface import SamplerError
-from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Job, Meter
+from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Meter, Request
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.sampler.sampler import request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -32,7 +32,7 @@ def run(
 
     async def main() -> list[list[Rollout]]:
         def gone(one: Replica, reason: str) -> None:
-            one.take_out(reason)
+            one.mark_down(reason)
             dispatcher.notify()
 
         dispatcher = Dispatcher(
@@ -60,8 +60,8 @@ def run(
     return asyncio.run(main())
 
 
-def job(number: int, params: SamplingParams = PARAMS) -> Job:
-    return Job(number, Prompt(number, (number,), "", {}), 10 * number, params)
+def job(number: int, params: SamplingParams = PARAMS) -> Request:
+    return Request(number, Prompt(number, (number,), "", {}), 10 * number, params)
 
 
 async def all_of(
@@ -191,7 +191,7 @@ def test_copies_of_one_sample_are_drawn_once():
 def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
     several = [replica(str(i), dies_at=dies_at) for i in range(TRIES + 1)]
     for one in several:
-        one.engine.once = lambda one=one: dies_at or one.take_out(reason)  # as its supervisor does
+        one.engine.once = lambda one=one: dies_at or one.mark_down(reason)  # as its supervisor does
     with pytest.raises(SamplerError, match=f"given up: {TRIES} tries.*{reason}"):
         run(several, 1)
     assert not several[TRIES].engine.asked
@@ -235,7 +235,7 @@ def test_two_share_the_servers_and_neither_starves():
             served=[0],
             max_sequences=4,
             patience_s=0.3,
-            on_gone=Replica.take_out,
+            on_gone=Replica.mark_down,
             meter=Meter(),
         )
         try:

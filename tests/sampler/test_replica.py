@@ -17,7 +17,7 @@ def test_what_is_asked_of_an_engine_ends_with_it(state: State) -> None:
         one.reason = "given up after 3 restarts"
         asked = asyncio.get_running_loop().create_future()
         one.running.add(asked)
-        one.take_out("killed")
+        one.mark_down("killed")
         assert asked.cancelled()
         assert one.version == NO_VERSION
         assert (one.reason == "killed") == (state is not State.given_up)

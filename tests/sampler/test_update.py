@@ -249,7 +249,7 @@ def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
     async def use(state: SamplerState) -> Any:
         updating = asyncio.ensure_future(loaded(Updates(replicas, state)))
         await until(lambda: len(hung.running) == 1 and not other.running)
-        state.take_out(hung, "no answer")
+        state.mark_down(hung, "no answer")
         return await updating
 
     assert run(use)["policy_version"] == 1
@@ -314,7 +314,7 @@ def test_an_engine_that_takes_anothers_place_stays_and_takes_no_part_in_the_rest
         await updates.begin()
         staging = asyncio.ensure_future(updates.stage({Format.none: {"policy_version": 1}}))
         await asyncio.sleep(0)
-        state.take_out(dying, "killed")
+        state.mark_down(dying, "killed")
         dying.engine = ScriptedEngine()
         dying.come_up()
         staged.set()

@@ -205,11 +205,11 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 from megatron_rl.processes import heartbeat
-from megatron_rl.supervision.watch import RankWatch
+from megatron_rl.supervision.watch import RankHangDetector
 folder, rank, launcher = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
 heartbeat.BEAT_S = 0.2
 beats = heartbeat.Heartbeat(folder, rank)
-beats.each.append(RankWatch(folder, 5.0, rank, launcher))
+beats.each.append(RankHangDetector(folder, 5.0, rank, launcher))
 beats.start()
 with heartbeat.phase("update"):
     while (folder / "go on").exists():

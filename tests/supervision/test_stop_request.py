@@ -24,7 +24,7 @@ from megatron_rl.processes.process import hold
 from megatron_rl.supervision.stop_request import (
     ASKS,
     SAVE_LIMIT_S,
-    StepGivenUp,
+    StepAborted,
     StopRequest,
     ask_driver,
 )
@@ -137,7 +137,7 @@ def test_a_step_that_has_the_time_is_finished(
     assert (stopping["limit_s"] is None) == (number == signal.SIGUSR1)
     assert asked.reason.startswith(signal.Signals(number).name)
     assert asked.reason.endswith("of step 3")
-    with pytest.raises(StepGivenUp):
+    with pytest.raises(StepAborted):
         asked.begin(4)
 
 
@@ -153,7 +153,7 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, run_folder: Pat
             waited.append(True)
 
     waited: list[bool] = []
-    with pytest.raises(StepGivenUp, match=r"SIGTERM .*step 3"):
+    with pytest.raises(StepAborted, match=r"SIGTERM .*step 3"):
         ask_driver(Alone(), generate)
     assert not waited, "it is left, and not waited for"
     assert "what stands is saved" in said(run_folder, "saved")["said"]

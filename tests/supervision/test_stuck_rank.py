@@ -20,7 +20,7 @@ from megatron_rl.distributed import receive_size, tell_to_wait, waited_for
 from megatron_rl.processes import heartbeat
 from megatron_rl.processes.heartbeat import Heartbeat, file_of
 from megatron_rl.processes.process import SHOW_STACKS
-from megatron_rl.supervision.watch import Watch, kill
+from megatron_rl.supervision.watch import HangDetector, kill
 
 PATIENCE_S = 240
 LIMIT_S = 10.0  # of torch
@@ -73,7 +73,7 @@ def test_a_stuck_rank(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        watch = Watch(tmp_path, 4.0)
+        watch = HangDetector(tmp_path, 4.0)
         deadline = time.monotonic() + PATIENCE_S
         while not watch.blocking or watch.blocking[0].phase != "update":
             assert time.monotonic() < deadline

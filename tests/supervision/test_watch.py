@@ -16,7 +16,7 @@ from helpers import wait_for
 
 from megatron_rl.processes.heartbeat import file_of
 from megatron_rl.processes.process import birth_of, state_of
-from megatron_rl.supervision.watch import MARGIN_S, SILENT_S, Watch
+from megatron_rl.supervision.watch import MARGIN_S, SILENT_S, HangDetector
 from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.tracking.status import mark_status, read_status
 
@@ -34,7 +34,7 @@ class Run:
         file_of(folder, 0).parent.mkdir(parents=True)
         (folder / "logs" / "attempt_1").mkdir()
         mark_status(folder, "running")
-        self.watch = Watch(folder, TIMEOUT_S, clock=lambda: self.now)
+        self.watch = HangDetector(folder, TIMEOUT_S, clock=lambda: self.now)
         self.beats = 0
 
     def beat(self, rank: int, process: subprocess.Popen[bytes] | None = None, **more: Any) -> None:

@@ -22,7 +22,7 @@ from tiny_engine import TinyModel, make_config, make_live, make_model, startable
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
+from megatron_rl.learner.modules import cpu  # noqa: F401 - before megatron
 from megatron_rl.models.model import Model
 from megatron_rl.train import probe_of
 from megatron_rl.types import SamplingParams, Scored

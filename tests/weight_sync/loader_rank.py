@@ -27,7 +27,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.engine_settings import write_engine_folder
 from megatron_rl.weight_sync import engine_shards
-from megatron_rl.weight_sync.engine_shards import Held, Shard
+from megatron_rl.weight_sync.engine_shards import Shard, ShardBuffer
 from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.file_transport import write_version
 
@@ -160,7 +160,7 @@ def load(case: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
         whole_bytes = write_version(folder, 0, sent, format=format, cuts=cuts).nbytes
         expected, shards = expected_tensors(model, case["tied"])
         read = stage(folder, 0, 1, expected, -1, shards)
-        held = Held.of(Poisoned(read.tensors, shards), shards)
+        held = ShardBuffer.of(Poisoned(read.tensors, shards), shards)
         model.load_weights(held.items())
     whole = quantized_whole(hf, format)
     wrong = []

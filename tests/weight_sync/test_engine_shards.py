@@ -18,13 +18,13 @@ from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.delta import Sent
-from megatron_rl.weight_sync.engine_shards import NOTHING, Cut, Held, Shard
+from megatron_rl.weight_sync.engine_shards import NOTHING, Shard, ShardBuffer, ShardLayout
 from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 ROWS = "up.weight"
 COLUMNS = "down.weight"
-CUTS = {ROWS: Cut(0, ((0, 6), (6, 6))), COLUMNS: Cut(1, ((0, 4), (4, 4)))}
+CUTS = {ROWS: ShardLayout(0, ((0, 6), (6, 6))), COLUMNS: ShardLayout(1, ((0, 4), (4, 4)))}
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def test_a_rank_reads_the_parts_of_its_shard(
             COLUMNS: Shard(1, ((rank * columns, columns),)) if ranks > 1 else Shard(),
         }
         staged = read(tmp_path, 2, shards)
-        held = Held.of(staged.tensors, shards)
+        held = ShardBuffer.of(staged.tensors, shards)
         for name, tensor in held.items():
             assert tensor.shape == want[name].shape
             for got, wanted in zip(

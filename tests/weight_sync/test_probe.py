@@ -92,8 +92,8 @@ def test_which_differences_end_a_run(nats: float, how: dict[str, Any], goes_on: 
 def test_an_error_names_the_keys_of_every_way_out() -> None:
     with pytest.raises(SyncMismatch, match=r"version 7 \(none\)") as refused:
         run(logprobs() + 0.05, format=Format.none)
-    for way_out in ("as_sampler", "quantization.ignore", "head_precision", "sync.probe_budget"):
-        assert way_out in str(refused.value)
+    for hint in ("as_sampler", "quantization.ignore", "head_precision", "sync.probe_budget"):
+        assert hint in str(refused.value)
 
 
 def test_noise_is_the_learner_s_own() -> None:

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from corrections import peak_bytes
 
-from megatron_rl.learner.modules import host  # before megatron
+from megatron_rl.learner.modules import cpu  # before megatron
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.modules.head import Asked, scores
+from megatron_rl.learner.modules.head import LogprobRequest, scores
 from megatron_rl.learner.modules.linear import widen
 from megatron_rl.learner.modules.logprobs import VocabShare
 
@@ -38,7 +38,7 @@ BF16 = 2
 
 
 def output_layer(hidden: int, columns: int, wide: bool) -> ColumnParallelLinear:
-    assert host.ON_HOST
+    assert cpu.ON_CPU
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(
@@ -103,7 +103,7 @@ def main() -> None:
     else:
         labels_N = kept_NK[:, 0]
     pack: Any = SimpleNamespace(labels_N=labels_N, kept_NK=kept_NK)
-    asked = Asked(
+    asked = LogprobRequest(
         VocabShare.of(0, 1, columns, columns, None),
         1.0,
         top_k=options.kept or None,

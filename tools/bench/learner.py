@@ -28,7 +28,7 @@ from megatron_rl.learner.learner import Learner  # patches the host before megat
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
 
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.modules import costs
@@ -98,8 +98,8 @@ def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch
     return random_batch(lengths_B, PROMPT, vocab, -8.0)
 
 
-def targets_of(batch: Batch, anchor_N: Tensor) -> Targets:
-    return Targets(
+def targets_of(batch: Batch, anchor_N: Tensor) -> UpdateInputs:
+    return UpdateInputs(
         prompt_lengths_B=batch.prompt_lengths_B,
         response_lengths_B=batch.response_lengths_B,
         groups_B=batch.groups_B,

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
 from megatron_rl.engine import reload
-from megatron_rl.engine.host_kernels import SymmetricInt8Kernel
+from megatron_rl.engine.cpu_kernels import SymmetricInt8Kernel
 from megatron_rl.engine.receiver import (
     BACKEND,
     FileUpdateInfo,

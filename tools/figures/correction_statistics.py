@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_rl.apps.reports.charts import PALETTE, add_line, layout
 from megatron_rl.apps.reports.pages import PLOTLY
-from megatron_rl.batch import Batch, Targets
+from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig, WeightConfig
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.rollout_correction.correction import rollout_correction
@@ -146,7 +146,7 @@ def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor) -> Tensor:
     logits_TVV = toy.logits_TVV.clone().requires_grad_()
     logprobs_N = toy.logprobs(logits_TVV).flatten()
     rows = rows_of(toy.sampler_BT, torch.ones_like(weights_BT, dtype=torch.bool))
-    targets = Targets(
+    targets = UpdateInputs(
         **rows,
         anchor_logprobs_N=logprobs_N.detach(),
         ref_logprobs_N=None,

@@ -71,8 +71,8 @@ def replay(
     replayed = {}
     for name, config in corrections.items():
         if config.anchor != Anchor.prox:
-            way_out = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
-            raise ConfigError(f"correction {name}: {way_out}")
+            hint = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
+            raise ConfigError(f"correction {name}: {hint}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {
             key: math.fsum(one[key] for one in found) / len(found) for key in found[0]

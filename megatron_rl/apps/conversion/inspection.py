@@ -34,7 +34,7 @@ def inspect(given: str, hf: Path | None = None) -> Inspection:
     try:
         rows += _model(source.shape)
         if source.quantization is None:
-            problems = source.misfits
+            problems = source.weight_errors
     except ValueError as error:
         rows.append(("model", str(error)))
         step = f"verify {given} OTHER_FOLDER"

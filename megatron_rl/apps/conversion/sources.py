@@ -132,14 +132,14 @@ class Source:
         return self.weights
 
     @property
-    def misfits(self) -> list[str]:
+    def weight_errors(self) -> list[str]:
         """Differences between the weights and what config.json promises."""
         whole = self.is_folder or self.adapters is not None
         room = weight_files if whole else torch_dist_index
-        return list(room.misfits(self.folder if whole else self.path, self.shape))
+        return list(room.weight_errors(self.folder if whole else self.path, self.shape))
 
     def refuse_misfits(self) -> None:
-        if found := self.misfits:
+        if found := self.weight_errors:
             raise CheckpointError(found[0])
 
 

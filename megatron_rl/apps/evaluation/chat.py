@@ -19,10 +19,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
 from megatron_rl.environments.session import (
-    Answered,
     ContextFull,
     EnvironmentSession,
-    Policy,
+    PolicyClient,
+    PolicyResponse,
     Rules,
     TemplateRefuses,
 )
@@ -199,7 +199,9 @@ class ToolChat:
             self._process.kill()
         process = await self.pool.take()
         self._process = process
-        policy = Policy(self._engines, self.tokenizer, self._rules, lambda turn: turn + 1, "chat")
+        policy = PolicyClient(
+            self._engines, self.tokenizer, self._rules, lambda turn: turn + 1, "chat"
+        )
         session = EnvironmentSession(policy, process, self._rules, self.tokenizer)
         try:
             await session.begin(row)
@@ -209,7 +211,7 @@ class ToolChat:
             ) from None
         return session
 
-    async def _asked(self, session: EnvironmentSession) -> Answered:
+    async def _asked(self, session: EnvironmentSession) -> PolicyResponse:
         try:
             return await session.answer()
         except ContextFull:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_rl.batch import Targets
+from megatron_rl.batch import UpdateInputs
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite, SamplerSection
@@ -103,7 +103,7 @@ def _one_rank(config: Config) -> Config:
     )
 
 
-def _values(targets: Targets) -> Iterator[str]:
+def _values(targets: UpdateInputs) -> Iterator[str]:
     rows = targets.responses
     row_N = rows.at_tokens(torch.arange(rows.units))
     for name in VALUES:
@@ -136,7 +136,7 @@ def _gradients(learner: Learner) -> Iterator[str]:
 class _Look:
     """First non-finite output of the forward pass and gradient of the backward pass."""
 
-    def __init__(self, learner: Learner, targets: Targets) -> None:
+    def __init__(self, learner: Learner, targets: UpdateInputs) -> None:
         self.found: dict[str, str] = {}  # by the pass
         self._targets = targets
         for policy in learner.modules:

@@ -54,7 +54,7 @@ class Unset:
     def __repr__(self) -> str:
         return self.text
 
-    def way_out(self, key: str) -> str:
+    def hint(self, key: str) -> str:
         missing = ", ".join(self.names) or self.text
         if self.names and self.names[0].isidentifier():
             key = self.names[0]
@@ -156,7 +156,7 @@ class Keys:
         value = self.values.get(name, default)
         if isinstance(value, Unset):
             raise TranslationError(
-                f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}"
+                f"{self.framework}: {name} is {value.text}: it {value.hint(name)}"
             )
         return None if is_null(value) else value
 

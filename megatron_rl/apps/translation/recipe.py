@@ -129,7 +129,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
             if unset and row.to:
                 if row.to != ("=reward",):
                     raise TranslationError(
-                        f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}"
+                        f"{rules.project}: {name} is {unset.text}: it {unset.hint(name)}"
                     )
             elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
                 told.missing[f"{name}: {_short(value)}"] = row.why or f"see {', '.join(row.to)}"
@@ -165,7 +165,7 @@ def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
     if isinstance(value, Unset) and value.text == path and not rules.reason(path):
         raise TranslationError(
-            f"{rules.project}: {path} among the arguments: it {value.way_out(path)}"
+            f"{rules.project}: {path} among the arguments: it {value.hint(path)}"
         )
     name = last(path)
     section = path.removesuffix(name)

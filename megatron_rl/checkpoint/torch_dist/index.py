@@ -261,7 +261,7 @@ def misfit(kept: IndexedTensor, entry: Entry, padded: bool) -> str | None:
     return None
 
 
-def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+def weight_errors(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Differences between a checkpoint's index and config.json."""
     try:
         tensors = read_index(folder)

@@ -13,8 +13,8 @@ from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merged_weight
 from megatron_rl.models.table import Split
+from megatron_rl.quantization.cpu_matmul import Fp8Weight, Int8Weight
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
-from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 

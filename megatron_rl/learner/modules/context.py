@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.learner.modules import host  # noqa: F401  # before megatron
+from megatron_rl.learner.modules import cpu  # noqa: F401  # before megatron
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip

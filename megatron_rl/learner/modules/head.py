@@ -30,7 +30,7 @@ from megatron_rl.learner.modules.packing import Pack
 
 
 @dataclass(frozen=True)
-class Asked:
+class LogprobRequest:
     """Values that a pass computes per token, and how."""
 
     share: VocabShare
@@ -41,7 +41,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Scores:
+class LogprobOutput:
     """FP32 logprob and entropy of each response token, with a gradient; the truncation without."""
 
     logprobs_N: Tensor
@@ -54,10 +54,10 @@ def scores(
     hidden_N1H: Tensor,
     weight_VH: Tensor | None,
     pack: Pack,
-    asked: Asked,
+    asked: LogprobRequest,
     held: bool,
-) -> Scores:
-    """Scores of a pack's response tokens, as `asked` specifies.
+) -> LogprobOutput:
+    """LogprobOutput of a pack's response tokens, as `asked` specifies.
 
     `weight_VH` replaces the layer's own weight; `held`: all logits are made at once.
     """
@@ -67,7 +67,7 @@ def scores(
     labels_N = pack.labels_N
     kept_NK = pack.kept_NK
     share = asked.share
-    how = _How(asked, columns, wide, layer.tp_group if layer.allreduce_dgrad else None)
+    how = HeadContext(asked, columns, wide, layer.tp_group if layer.allreduce_dgrad else None)
     hidden_NH = hidden_N1H.squeeze(1)
     highest = None
     if held or columns >= len(own_VH):
@@ -87,11 +87,11 @@ def scores(
     support = None
     if highest is not None:
         support = logprobs.judged(highest, logprobs_N.detach(), share.group, asked.top_p)
-    return Scores(logprobs_N, entropy_N, support)
+    return LogprobOutput(logprobs_N, entropy_N, support)
 
 
-def everyones(found: Scores, pack: Pack) -> Scores:
-    """Scores of all response tokens of a pack, on each rank that shares it."""
+def everyones(found: LogprobOutput, pack: Pack) -> LogprobOutput:
+    """LogprobOutput of all response tokens of a pack, on each rank that shares it."""
     if pack.held_N is None:
         return found
     entropy_N = found.entropy_N
@@ -100,12 +100,12 @@ def everyones(found: Scores, pack: Pack) -> Scores:
         outside_N = everywhere(support.outside_N.float(), pack).bool()
         support = Truncation(outside_N, everywhere(support.log_mass_N, pack))
     entropy_N = None if entropy_N is None else everywhere(entropy_N, pack)
-    return Scores(everywhere(found.logprobs_N, pack), entropy_N, support)
+    return LogprobOutput(everywhere(found.logprobs_N, pack), entropy_N, support)
 
 
 @dataclass(frozen=True)
-class _How:
-    asked: Asked
+class HeadContext:
+    asked: LogprobRequest
     columns: int  # at once
     wide: bool  # logits in FP32 of a BF16 layer
     group: Any  # the ranks that add up the hidden states' gradient; None: there is nothing to add
@@ -144,7 +144,9 @@ class _How:
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, how: _How) -> Any:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, how: HeadContext
+    ) -> Any:
         asked = how.asked
         stats = []
         for columns, part in asked.share.parts(how.columns):
@@ -185,7 +187,12 @@ class _KeptLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, kept_NK: Tensor, how: _How
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        labels_N: Tensor,
+        kept_NK: Tensor,
+        how: HeadContext,
     ) -> Any:
         asked = how.asked
         highest = []

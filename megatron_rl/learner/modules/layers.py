@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from megatron_rl.learner.modules.context import whole
 from megatron_rl.learner.modules.packing import Bucket, Pack
 from megatron_rl.quantization import vllm_operators
-from megatron_rl.quantization.host_products import narrowed
+from megatron_rl.quantization.cpu_matmul import narrowed
 
 BLOCK_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16

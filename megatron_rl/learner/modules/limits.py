@@ -406,4 +406,4 @@ def _passed(
     known = foreign.fields_of("megatron.core", files, _CLASSES)
     assert known is not None
     rest = given.keys() - owned.keys()
-    yield from foreign.misfits(prefix, f"megatron-core's {name}", rest, known)
+    yield from foreign.schema_errors(prefix, f"megatron-core's {name}", rest, known)

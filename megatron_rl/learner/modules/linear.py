@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.quantization.host_products import SampledWeight
+from megatron_rl.quantization.cpu_matmul import SampledWeight
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from megatron_rl.learner.modules import host  # noqa: F401  before megatron
+from megatron_rl.learner.modules import cpu  # noqa: F401  before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_rl.learner.modules import host  # before megatron
+from megatron_rl.learner.modules import cpu  # before megatron
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # isort: skip
@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.experts import mixture
-from megatron_rl.learner.modules.head import Asked, Scores, everyones, scores
+from megatron_rl.learner.modules.head import LogprobOutput, LogprobRequest, everyones, scores
 from megatron_rl.learner.modules.layers import (
     UNROUNDED,
     PackedAttention,
@@ -51,7 +51,7 @@ from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
-if host.ON_HOST:
+if cpu.ON_CPU:
     # megatron-core takes it from no specification
     attention.apply_rotary_pos_emb = rotary
 
@@ -62,7 +62,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
     found = limits.problems(shape, model.hf_config, learner)
     if found:
         raise ValueError("\n".join(found))
-    if host.ON_HOST and limits.fp8(learner):
+    if cpu.ON_CPU and limits.fp8(learner):
         raise ValueError(
             f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave "
             "it out here"
@@ -92,7 +92,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         # that say which parameters are split, and the gradient norm would miss shards
         "init_method": _blank,
         "output_layer_init_method": _blank,
-        **(_host_fields() if host.ON_HOST else _device_fields(shape)),
+        **(_cpu_fields() if cpu.ON_CPU else _device_fields(shape)),
         **learner.transformer,
         **({"fp8_recipe": limits.fp8_recipe(learner)} if limits.fp8(learner) else {}),
         "sequence_parallel": limits.sequence_parallel(learner),
@@ -129,12 +129,12 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": not host.ON_HOST,
+            "moe_grouped_gemm": not cpu.ON_CPU,
         }
     return fields
 
 
-def _host_fields() -> dict[str, Any]:
+def _cpu_fields() -> dict[str, Any]:
     """Settings on CPUs: CUDA-only kernels stay off; the activation is our own module."""
     off = (
         "bias_dropout_fusion",
@@ -196,8 +196,8 @@ class PolicyModel(GPTModel):
     holds_logits = False
     adapted = False  # the embedding is frozen, and gradients go to adapters behind it
 
-    def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
-        """Scores of response tokens on the last pipeline stage, else hidden states [S, 1, H]."""
+    def forward(self, pack: Pack, asked: LogprobRequest) -> Tensor | LogprobOutput:
+        """LogprobOutput of response tokens on the last pipeline stage, else hidden states [S, 1, H]."""
         if self.pre_process:
             hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None])
         else:
@@ -230,7 +230,7 @@ class PolicyModel(GPTModel):
         )
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
-        if host.ON_HOST:
+        if cpu.ON_CPU:
             # of all positions, whoever holds them
             angles = self.rotary_pos_emb(pack.longest, packed_seq=True)
             return PackedRows(pack), angles[pack.positions_S]
@@ -287,7 +287,7 @@ def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
 def _layers(
     config: TransformerConfig, chunk: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    if not host.ON_HOST:
+    if not cpu.ON_CPU:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,

@@ -14,7 +14,7 @@ from megatron_rl.processes.threads import MEANWHILE_S, EventLoopThread
 from megatron_rl.types import Prompt, Rollout
 
 
-class Answering:
+class GenerationHandle:
     """Open prompts of one thread; other threads may ask the same engines meanwhile."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Answering:
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Rollouts of all prompts, group by group, from an Answering or its like, which is closed
+    """Rollouts of all prompts, group by group, from an GenerationHandle or its like, which is closed
     at the end.
     """
     groups: list[list[Rollout]] = []

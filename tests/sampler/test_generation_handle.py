@@ -8,7 +8,7 @@ import pytest
 from rollouts import rollout
 
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.answering import Answering
+from megatron_rl.sampler.generation import GenerationHandle
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -27,7 +27,7 @@ def prompts(*numbers: int) -> list[Prompt]:
     return [Prompt(number, (number,), "", {}) for number in numbers]
 
 
-def answering(loop: EventLoopThread) -> Answering:
+def answering(loop: EventLoopThread) -> GenerationHandle:
     """Prompt 5 is refused; prompt 6 is never answered."""
 
     async def answer(prompt: Prompt, group: int) -> list[Rollout]:
@@ -38,7 +38,7 @@ def answering(loop: EventLoopThread) -> Answering:
             await asyncio.Event().wait()
         return [rollout((prompt.id,), prompt=prompt, group=group)]
 
-    return Answering(loop, answer, waiting=nullcontext, close=lambda: None)
+    return GenerationHandle(loop, answer, waiting=nullcontext, close=lambda: None)
 
 
 def test_every_group_comes_once_and_then_none(loop: EventLoopThread) -> None:

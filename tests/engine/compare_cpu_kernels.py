@@ -31,9 +31,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
-from megatron_rl.engine import host_kernels
+from megatron_rl.engine import cpu_kernels
 from megatron_rl.quantization import vllm_operators
-from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
+from megatron_rl.quantization.cpu_matmul import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
@@ -186,9 +186,9 @@ def main() -> None:
         is_static_input_scheme=False, is_channelwise=True, input_symmetric=True
     )
     attention = torch.bfloat16, 128, 64  # dtype, tokens of a cache block, size of a head
-    vllms_attention = host_kernels._vllms_choice(*attention)
-    host_kernels.install()
-    host_kernels.install()
+    vllms_attention = cpu_kernels._vllms_choice(*attention)
+    cpu_kernels.install()
+    cpu_kernels.install()
     chosen = choose_scaled_mm_linear_kernel(config, FP8_KERNELS, quantization="fp8_w8a8")
     chosen_int8 = choose_scaled_mm_linear_kernel(
         int8_config, INT8_KERNELS, quantization="int8_w8a8"

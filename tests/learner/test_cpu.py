@@ -13,7 +13,7 @@ from nvidia_smi import nvidia_smi
 from preloaded import said
 
 DEVICE_CONTEXT = """
-import megatron_rl.learner.modules.host
+import megatron_rl.learner.modules.cpu
 import torch
 with torch.device("meta"):
     made = [torch.empty(2), torch.arange(2), torch.ones(2), torch.tensor([1.0]), torch.rand(2), torch.full((2,), 1.0)]
@@ -34,7 +34,7 @@ def test_a_device_context_still_places_tensors() -> None:
 
 
 EXCHANGES = """
-import megatron_rl.learner.modules.host
+import megatron_rl.learner.modules.cpu
 import torch
 import torch.distributed as dist
 
@@ -104,7 +104,7 @@ from megatron_rl.config.schema import LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 
-model_module.host = SimpleNamespace(ON_HOST=False)
+model_module.host = SimpleNamespace(ON_CPU=False)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group, (pairs, halves) = dist.group.WORLD, json.loads(sys.argv[1])
 try:

@@ -18,7 +18,7 @@ BF16_ROUNDING = 2.0**-9
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    script = Path(__file__).with_name("compare_host_kernels.py")
+    script = Path(__file__).with_name("compare_cpu_kernels.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return json.loads(said("vllm", [script], env=environment).splitlines()[-1])
 
@@ -49,4 +49,4 @@ def test_attention_never_runs_on_tiles(result):
     vllms, ours = result["attention"]
     assert ours == ("vec" if result["has_tiles"] else vllms)
     if result["has_tiles"]:
-        assert vllms == "amx", "vLLM avoids tiles by itself: host_kernels.attention_kernel can go"
+        assert vllms == "amx", "vLLM avoids tiles by itself: cpu_kernels.attention_kernel can go"

@@ -6,14 +6,14 @@ where activations are symmetric and have none. `SymmetricInt8Kernel` leaves the 
 else differs. It takes oneDNN on every host, where vLLM has a second kernel for AMX tiles: one
 arithmetic, whatever the processor. On processors without INT8 dot products (AVX2, the first
 AVX-512) oneDNN adds products in pairs of 16 bits, which saturate: ordinary layers are off by more
-than INT8's own rounding. There the codes are multiplied in FP32 (quantization/host_products.py).
+than INT8's own rounding. There the codes are multiplied in FP32 (quantization/cpu_matmul.py).
 Goes when oneDNN's products are exact everywhere.
 
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8
 value is exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds
 activations to FP8 as vLLM does, and multiplies in BF16 with FP32 accumulation. The numbers agree up
 to one more BF16 rounding of the output. oneDNN has no BF16 products for processors without AVX-512:
-there FP8 values are held and multiplied in FP32 (host_products.py, as above).
+there FP8 values are held and multiplied in FP32 (cpu_matmul.py, as above).
 
 Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have
 replaced in the meantime, and ends the process with an illegal instruction on a prompt of one token.
@@ -39,7 +39,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.processes import instructions
-from megatron_rl.quantization import host_products, vllm_operators
+from megatron_rl.quantization import cpu_matmul, vllm_operators
 
 # vLLM's names of its attention kernels
 TILES = "amx"
@@ -61,7 +61,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         if products_are_exact():
             self.process_weights_for_onednn(layer)
         else:
-            self.dnnl_handler = host_products.Int8Weight(layer.weight.data, layer.weight_scale.data)
+            self.dnnl_handler = cpu_matmul.Int8Weight(layer.weight.data, layer.weight_scale.data)
             layer.weight = None
 
     def process_weights_for_onednn(self, layer: Any) -> None:
@@ -80,7 +80,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights
         of old versions.
         """
-        if isinstance(self.dnnl_handler, host_products.Int8Weight):
+        if isinstance(self.dnnl_handler, cpu_matmul.Int8Weight):
             return self._apply_weights_in_fp32(layer, x, bias)
         return self._apply_weights_onednn(layer, x, bias)
 
@@ -130,12 +130,12 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
             )
             self.scale_N = scale_N1.reshape(-1)
         else:
-            self.dnnl_handler = host_products.Fp8Weight(weight_KN.t(), scale_N1)
+            self.dnnl_handler = cpu_matmul.Fp8Weight(weight_KN.t(), scale_N1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         rounded_MK, scale_M1 = self.quant_fp8(x.reshape(-1, x.shape[-1]))
-        if isinstance(self.dnnl_handler, host_products.Fp8Weight):
+        if isinstance(self.dnnl_handler, cpu_matmul.Fp8Weight):
             out_MN = self.dnnl_handler.product(rounded_MK, scale_M1, bias, x.dtype)
         else:
             out_MN = self._onednn_product(rounded_MK, scale_M1, bias)
@@ -144,7 +144,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def _onednn_product(
         self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order
+        """FP8 product through oneDNN: that of `cpu_matmul.Fp8Weight` but for the order
         of the sums.
         """
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
@@ -180,7 +180,7 @@ def install() -> None:
     """Prefer these kernels in this process, once; a no-op on GPUs."""
     if not current_platform.is_cpu():
         return
-    host_products.install()
+    cpu_matmul.install()
     tables: list[tuple[Any, type]] = [
         (_POSSIBLE_INT8_KERNELS, SymmetricInt8Kernel),
         (_POSSIBLE_FP8_KERNELS, RoundedFp8Kernel),

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
 from megatron_rl.processes import gpu_driver
-from megatron_rl.quantization import host_products
+from megatron_rl.quantization import cpu_matmul
 
 # megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot
 # find
@@ -52,7 +52,7 @@ class _Inert:
 _STREAM = _Inert()
 
 
-def _on_host(device: Any) -> Any:
+def _on_cpu(device: Any) -> Any:
     if isinstance(device, int) or str(device).startswith("cuda"):
         return torch.device("cpu")
     return device
@@ -62,7 +62,7 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
     @functools.wraps(constructor)
     def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
-            kwargs["device"] = _on_host(kwargs["device"])
+            kwargs["device"] = _on_cpu(kwargs["device"])
         return constructor(*args, **kwargs)
 
     return construct
@@ -178,7 +178,7 @@ def install() -> bool:
         # its own alone
         sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
         return False
-    host_products.install()
+    cpu_matmul.install()
     _patch_torch()
     _gloo_all_to_all()
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
@@ -194,10 +194,10 @@ def install() -> bool:
 
 def require(wanted: Device) -> None:
     """Raise if the recipe wants CUDA and torch sees none: a learner on CPUs is another learner."""
-    if ON_HOST and wanted == Device.cuda:
+    if ON_CPU and wanted == Device.cuda:
         raise ConfigError(
             f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host"
         )
 
 
-ON_HOST = install()
+ON_CPU = install()

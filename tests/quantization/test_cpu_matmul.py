@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization import host_products, vllm_operators
-from megatron_rl.quantization.host_products import (
+from megatron_rl.quantization import cpu_matmul, vllm_operators
+from megatron_rl.quantization.cpu_matmul import (
     PRODUCTS,
     Fp8Weight,
     Int8Weight,
@@ -118,7 +118,7 @@ def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_fp8_sums_are_rounded_once_and_add_up_over_parts(dtype, has_bf16, monkeypatch):
-    monkeypatch.setattr(host_products, "has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: has_bf16)
     torch.manual_seed(1)
     made = quantize(torch.randn(9, 200), Format.fp8)
     weight = Fp8Weight(made["weight"], made["weight_scale"])
