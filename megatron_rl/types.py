@@ -120,7 +120,7 @@ class Completion:
     # None: among all
     kept_ids: Ints | None = None
     kept_counts: Ints | None = None
-    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on;
+    # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's first on;
     # None: not told
     experts_SLK: np.ndarray | None = None
     content: str | None = None  # the text without tool calls; None: nobody has looked for any
@@ -140,13 +140,14 @@ class Completion:
     def first(self, count: int, prompt: int) -> Self:
         """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
         counts = self.kept_counts and self.kept_counts[:count]
+        versions = self.versions and self.versions[:count]
         experts_SLK = self.experts_SLK
         return replace(
             self,
             token_ids=self.token_ids[:count],
             logprobs=self.logprobs[:count],
             finish_reason="stop",
-            versions=self.versions and self.versions[:count],
+            versions=versions if len(set(versions or ())) > 1 else None,
             kept_ids=self.kept_ids and self.kept_ids[: sum(counts or ())],
             kept_counts=counts,
             experts_SLK=None if experts_SLK is None else experts_SLK[: prompt + count - 1],

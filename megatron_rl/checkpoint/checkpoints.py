@@ -87,7 +87,8 @@ def partial_of(root: Path, step: int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """The steps of everything that calls itself a checkpoint, the newest first."""
-    found = [NAME.fullmatch(entry.name) for entry in root.glob("step_*") if entry.is_dir()]
+    entries = root.iterdir() if root.is_dir() else ()  # raises for a folder that cannot be read
+    found = [NAME.fullmatch(entry.name) for entry in entries if entry.is_dir()]
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 

@@ -52,6 +52,7 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig) -> list[str]
     """Both sections, one by one and together."""
     found = Findings(correction=correction, loss=loss)
     found += check_correction(correction) + check_loss(loss)
+    loss, _ = sanitize(loss, "loss")
     by_sampler = correction.anchor == Anchor.sampler
     formula = LOSSES[loss.name]
     if by_sampler and formula.ratio and correction.weight.level != Level.none:

@@ -123,13 +123,20 @@ def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
     """The mapping, its references to other keys replaced by what these hold."""
     whole: Any = OmegaConf.merge(asdict(Config()), given)
     try:
-        found: Any = OmegaConf.to_container(OmegaConf.create(given, parent=whole), resolve=True)
+        found = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
         section: Any = OmegaConf.to_container(error.parent_node)
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(
             f"{error.full_key} is {section[error.key]}: {reason}; name another key, or the value"
         ) from None
+    return _part(found, given)
+
+
+def _part(found: Any, given: Any) -> Any:
+    """What `found` has of the keys that are given."""
+    if isinstance(given, Mapping):
+        return {key: _part(found[key], value) for key, value in given.items()}
     return found
 
 

@@ -59,7 +59,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, as one dimension of bytes."""
     import torch
 
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if not flat.numel():  # whose stride may be 0
+        return torch.empty(0, dtype=torch.uint8, device=flat.device)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def write_tensors(

@@ -13,7 +13,7 @@ import numpy as np
 
 LENGTH = struct.Struct("<Q")  # of a message, before it
 AT_ONCE = 64 << 10  # bytes
-TRAVELLING = ("i", "f", "|u1", "<i2")  # types of arrays
+TRAVELLING = ("i", "f", "|u1", "<i2", "<u2")  # types of arrays
 
 
 class ChannelClosed(ConnectionError):

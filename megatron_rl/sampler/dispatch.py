@@ -13,8 +13,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.sampler.client.interface import EngineGone, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
@@ -95,8 +95,9 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_gone = on_gone
         self._meter = meter
-        # of each job that waits for an engine, in their order; the first one is told of changes
-        self._waiting = deque[asyncio.Event]()
+        # jobs without an engine, in their order, and the engine that each will have
+        self._waiting = deque[tuple[Request, asyncio.Future[Replica]]]()
+        self._hopeful_at = time.monotonic()  # when an engine last worked, or was about to be ready
         # sequences of its own, by engine: another dispatcher's take no room here
         self._load = Counter[str]()
         self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
@@ -109,6 +110,7 @@ class Dispatcher:
             raise self._failure
         task = asyncio.create_task(self._answered(job))
         self._answering.add(task)
+        task.add_done_callback(_retrieved)
         self._meter.count(1)
         tokens = 0
         try:
@@ -124,9 +126,21 @@ class Dispatcher:
         return rollouts
 
     def notify(self) -> None:
-        """An engine came back, was given up, has been updated, or has room."""
-        if self._waiting:
-            self._waiting[0].set()
+        """An engine came back, was given up, has been updated, or has room: give it the jobs that
+        wait, or fail them where no engine is left or none came in time.
+        """
+        late = self._patience_left() <= 0 or all(one.given_up for one in self._replicas)
+        if late and self._waiting and self._failure is None:
+            self._failure = NoServerLeft(self._replicas, self._served[-1], self._patience_s)
+        while self._waiting:
+            job, replica = self._waiting[0]
+            if self._failure is not None:
+                replica.set_exception(self._failure)
+            elif usable := [one for one in self._replicas if self._can_take(one, job)]:
+                replica.set_result(self._chosen(job, usable))
+            else:
+                return
+            self._waiting.popleft()
 
     async def close(self, why: str = "the request was given up") -> None:
         """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
@@ -142,7 +156,6 @@ class Dispatcher:
         for attempt in range(TRIES):
             replica = await self._next_replica(job, first=attempt > 0)
             since = len(self._served) - 1
-            self._count(replica, job.params.samples)
             try:
                 completions = await replica.wait_for(
                     self._completions(job, replica, self._served[since])
@@ -202,46 +215,47 @@ class Dispatcher:
 
     async def _next_replica(self, job: Request, first: bool) -> Replica:
         """Wait for an engine that can take the job, behind those that wait already or before them.
-        Raise where there is none in time, or can be; an update has limits of its own.
+        The job counts among the engine's from then on.
         """
-        news = asyncio.Event()
+        if not self._waiting:
+            self._hopeful_at = time.monotonic()
+        replica: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        waiting = job, replica
         if first:
-            self._waiting.appendleft(news)
+            self._waiting.appendleft(waiting)
         else:
-            self._waiting.append(news)
-        deadline = time.monotonic() + self._patience_s
+            self._waiting.append(waiting)
+        self.notify()
         try:
-            while self._waiting[0] is not news or not (usable := self._usable(job)):
-                if self._waiting[0] is not news or self._is_coming:
-                    deadline = time.monotonic() + self._patience_s
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or all(replica.given_up for replica in self._replicas):
-                    self._failure = self._failure or NoServerLeft(
-                        self._replicas, self._served[-1], self._patience_s
-                    )
-                if self._failure is not None:
-                    raise self._failure
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), remaining)
-                news.clear()
-        finally:
-            self._waiting.remove(news)
+            while not replica.done():
+                await asyncio.wait([replica], timeout=self._patience_left())
+                self.notify()
+        except asyncio.CancelledError:
+            if not replica.done():
+                self._waiting.remove(waiting)
+            elif replica.exception() is None:
+                self._count(replica.result(), -job.params.samples)
             self.notify()
+            raise
+        return replica.result()
+
+    def _chosen(self, job: Request, usable: Sequence[Replica]) -> Replica:
         replica = self._homes.get(job.key)
-        if replica not in usable:
+        if replica is None or replica not in usable:
             replica = min(usable, key=lambda one: (one.load, one.served))
         if job.key:
             self._homes[job.key] = replica
+        self._count(replica, job.params.samples)
         return replica
 
-    def _usable(self, job: Request) -> list[Replica]:
-        return [replica for replica in self._replicas if self._can_take(replica, job)]
-
-    @property
-    def _is_coming(self) -> bool:
-        """True if there will be an engine with room: one works, or is about to be ready."""
+    def _patience_left(self) -> float:
+        """Seconds until jobs without an engine fail: none of them pass while one works, or is about
+        to be ready.
+        """
         states = {replica.state for replica in self._replicas}
-        return self._load.total() > 0 or not states.isdisjoint((State.behind, State.updating))
+        if self._load.total() > 0 or not states.isdisjoint((State.behind, State.updating)):
+            self._hopeful_at = time.monotonic()
+        return self._hopeful_at + self._patience_s - time.monotonic()
 
     def _can_take(self, replica: Replica, job: Request) -> bool:
         current = replica.state is State.ready and replica.version == self._served[-1]
@@ -266,6 +280,12 @@ class Dispatcher:
     def _count(self, replica: Replica, sequences: int) -> None:
         replica.load += sequences
         self._load[replica.name] += sequences
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """asyncio complains of errors that nobody has asked for."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _rollout(job: Request, sample: int, completion: Completion, replica: Replica) -> Rollout:

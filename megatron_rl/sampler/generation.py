@@ -70,7 +70,7 @@ class GenerationHandle:
         end.
         """
         self._open = 0
-        with suppress(RuntimeError):
+        with suppress(type(self._loop.ended())):
             self._loop.call(self._give_up())
         self._close()
 

@@ -361,7 +361,8 @@ class TurnClient:
         params = replace(self._params, max_tokens=max_tokens, tools=tools)
         job = Request(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
         (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
-        return rollout
+        # a conversation keeps each of its completions: not with the whole request
+        return replace(rollout, prompt=replace(rollout.prompt, token_ids=()))
 
 
 def request_seed(seed: int, group: int) -> int:

@@ -164,6 +164,8 @@ def load_recorded(path: Path) -> Recorded:
     from megatron_rl.batch import collate
 
     table = read_rollouts(path)
+    if missing := set(SCHEMA.names) - set(table.column_names):
+        raise ValueError(f"{path}: recorded by an earlier version, without {sorted(missing)[0]}")
     lists = {name: arrays(table, name) for name in LISTS}
     rows = table.select([name for name in table.column_names if name not in LISTS]).to_pylist()
     scored = [

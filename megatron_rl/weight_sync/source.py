@@ -222,6 +222,7 @@ class ShardSource:
             self._convert(job, part, bucket.rank, amax)
             for job, part in zip(bucket.jobs, parts, strict=True)
         ]
+        del parts, amax  # copies, where something is folded or merged into the weights
         converted = time.perf_counter()
         received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started

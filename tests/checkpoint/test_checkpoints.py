@@ -50,6 +50,21 @@ def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_folder_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume would begin at step 0."""
+    save(tmp_path, 4)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("Permission denied")
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(PermissionError):
+        checkpoints.steps(tmp_path)
+
+
 def _cut(victim: Path, choice: random.Random) -> None:
     victim.write_bytes(victim.read_bytes()[: choice.randrange(victim.stat().st_size)])
 

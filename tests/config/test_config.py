@@ -299,7 +299,8 @@ def test_a_reference_to_another_key_is_resolved(tmp_path: Path) -> None:
         "model.path=b",
         "rollout.max_response_tokens=${rollout.max_prompt_tokens}",
     ]
-    config = load(path, given)
+    config = load(path, [*given, "eval.max_prompts=${.every}"])
+    assert config.eval.max_prompts == config.eval.every
     assert config.sync.dir == "there/1.0"
     assert config.rollout.max_response_tokens == config.rollout.max_prompt_tokens
     with pytest.raises(ConfigError, match=r"sync\.dir.*nothing\.here"):

@@ -18,7 +18,7 @@ from megatron_rl.models.hf_folder import (
     make_header,
     write_folder,
 )
-from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
+from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
 
 TENSORS = {
     "b": torch.randn(3, 4).bfloat16(),
@@ -100,3 +100,18 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"gone\.safetensors"):
         HfFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1, 3).expand(4, 3)[:0],  # a view of nothing, with a stride of 0
+        torch.zeros(1).expand(1),
+        torch.arange(6).reshape(2, 3).T,
+        torch.tensor(True),
+    ],
+    ids=lambda tensor: str(tuple(tensor.shape)),
+)
+def test_bytes_of_any_layout(tensor: torch.Tensor) -> None:
+    found = as_bytes(tensor)
+    assert found.numpy().tobytes() == tensor.numpy().tobytes()

@@ -55,6 +55,8 @@ LIES = {
     },
     "a logprob too few": {"logprobs": floats(-1)},
     "a probability above one": {"logprobs": floats(-1, 5)},
+    "candidates that nobody has asked for": {"kept_ids": ints(5, 6), "kept_counts": ints(1, 1)},
+    "a version of no token": {"versions": ints(4, 4)},
     "versions of more tokens": {"versions": ints(3, 3, 4)},
     "a version that there cannot be": {"policy_version": 1 << 31},
     "an end that nobody knows": {"finish_reason": "<script>" * 1000},
@@ -136,7 +138,7 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
 
 def test_experts_are_those_of_all_tokens_that_were_read() -> None:
     """Two of the prompt and the first of two sampled; of the last nothing was read."""
-    for dtype in (np.uint8, np.int16):
+    for dtype in (np.uint8, np.int16, np.uint16):
         told_SLK = np.arange(12, dtype=dtype).reshape(3, 2, 2)
         sample = SAMPLE | {"experts_SLK": told_SLK}
         one = told(lambda frames, sample=sample: replied(frames, sample), generate)

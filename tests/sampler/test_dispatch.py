@@ -305,3 +305,38 @@ def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
     assert len(seeds) == 32000
     assert max(seeds) < 2**62
     assert request_seed(3, 5) == request_seed(3, 5)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_a_job_that_is_cancelled_as_it_gets_an_engine_is_worked_on_by_none(turns: int):
+    only = replica()
+    only.begin_update()
+
+    async def use(dispatcher: Dispatcher) -> list[list[Rollout]]:
+        asked = asyncio.ensure_future(dispatcher.ask(job(1)))
+        await asyncio.sleep(0.01)
+        only.end_update()
+        dispatcher.notify()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.sleep(0.01)
+        assert (only.load, only.engine.working, asked.cancelled()) == (0, 0, True)
+        return await all_of(dispatcher, 2)
+
+    assert tokens(run([only], use=use)) == expected(2)
+
+
+def test_jobs_that_waited_are_given_out_together():
+    only = replica(pause_s=0.01)
+    only.begin_update()
+
+    async def update(dispatcher: Dispatcher, gone) -> None:
+        await until(lambda: len(dispatcher._waiting) == 6)
+        only.end_update()
+        dispatcher.notify()
+        assert only.load == 12
+        assert not dispatcher._waiting
+
+    assert tokens(run([only], 6, during=update)) == expected(6)

@@ -142,6 +142,8 @@ class _Look:
         for policy in learner.modules:
             policy.register_forward_pre_hook(self._begin, with_kwargs=True)
             for name, module in policy.named_modules():
+                if not name:  # the whole model: its last module says it
+                    continue
                 module.register_forward_hook(partial(self._after, name))
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -89,7 +89,14 @@ def _learning(runs: Sequence[RunData]) -> list[Panel]:
     held_out = "On each evaluated set; the band is its standard error"
     loss = {"loss/total": "loss"}
     return [
-        _curves(runs, "Reward", f"{about}; bold: running mean", reward, sampled=True, smooth=True),
+        _curves(
+            runs,
+            "Reward",
+            f"{about}; bold: running mean; band: standard error",
+            reward,
+            sampled=True,
+            smooth=True,
+        ),
         _curves(runs, "Loss", "The one whose gradient was taken", loss, smooth=True),
         _curves(runs, "Held-out accuracy", held_out, accuracy, markers=True, y_range=UNIT),
     ]

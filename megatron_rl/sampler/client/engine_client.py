@@ -349,8 +349,12 @@ class EngineClient:
         self._check_ids(tokens_T)
         if (np.asarray(one.logprobs) > HIGHEST_LOGPROB).any():
             raise ValueError("a logprob above 0")
+        if T and versions_T[0] != one.policy_version:
+            raise ValueError("a policy version that is not the first token's")
         if params.candidates:
             self._check_kept(one, params.candidates)
+        elif one.kept_ids is not None or one.kept_counts is not None:
+            raise ValueError("what tokens were drawn among, which was not asked for")
         read = prompt + max(0, T - 1)
         if one.experts_SLK is not None and (
             one.experts_SLK.ndim != 3 or len(one.experts_SLK) != read
