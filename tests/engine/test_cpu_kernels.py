@@ -23,7 +23,7 @@ def result() -> dict[str, Any]:
     return json.loads(said("vllm", [script], env=environment).splitlines()[-1])
 
 
-def test_the_host_kernels_agree_with_vllm_s_own(result):
+def test_the_cpu_kernels_agree_with_vllm_s_own(result):
     if result["fp8_kernel"] == "RoundedFp8Kernel":  # a host with FP8 matrix units keeps vLLM's
         # one rounding of the output against two: FP8 itself rounds ten times coarser
         assert result["fp8_fast_to_slow"] < 2.5 * BF16_ROUNDING

@@ -1,7 +1,7 @@
 """`learner.forward=as_sampler`: the same codes on every layout, the engine's slices, gradients of
 the plain layers.
 
-That the outputs are the engine's own: tests/engine/test_host_kernels.py.
+That the outputs are the engine's own: tests/engine/test_cpu_kernels.py.
 """
 
 from typing import Any

@@ -283,8 +283,8 @@ from megatron_rl.config.schema import Config
 import megatron_rl.rank as rank
 def train(*_):
     exec(sys.argv[1])
-host = types.SimpleNamespace(require=lambda device: None)
-sys.modules["megatron_rl.learner.modules"] = types.SimpleNamespace(host=host)
+cpu = types.SimpleNamespace(require=lambda device: None)
+sys.modules["megatron_rl.learner.modules"] = types.SimpleNamespace(cpu=cpu)
 sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
 rank.run_rank(Config(), Path("nowhere"))
 """
