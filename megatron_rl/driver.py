@@ -28,7 +28,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.rollout.ahead import AsyncBatches, Gate, SyncBatches
+from megatron_rl.rollout.async_batches import AsyncBatches, Gate, SyncBatches
 from megatron_rl.rollout.collect import (
     Collector,
     DatasetResponses,
@@ -171,7 +171,7 @@ class Driver:
         if config.rollout.supervised:
             answers = DatasetResponses(self._scorer.tokenizer)
         gate = None
-        if config.rollout.ahead:
+        if config.rollout.max_staleness:
             gate = Gate(answers, config.rollout)
         self._collector = Collector(
             config.rollout,

@@ -81,7 +81,7 @@ def train(
             )
             at = load_or_resume(config, rank0, learner, saver)
             loop(config, rank0, learner, sync, saver, at)
-            if config.log.export:
+            if config.checkpoint.export_hf:
                 export_models(
                     learner,
                     config.model.folder,
@@ -267,7 +267,7 @@ def sync_weights(
                 f"sync     policy version {step} was sent twice; the first time: "
                 f"{report.first_failure}"
             )
-        if due(step // section.every, section.verify_every):
+        if due(step // section.every, section.probe_every):
             batch, formats = rank0.ask(lambda driver: driver.probe(step))
             logprobs_N = learner.logprobs(batch)
             expected_N = learner.expected_logprobs(batch)

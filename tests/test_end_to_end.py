@@ -106,7 +106,7 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
         if recipe == "quickstart_pp2"
         else []
     )
-    settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1"]
+    settings = [*SMALL, *more, "log.record_every=1", "sync.probe_every=1"]
     screen = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     folder = warm_start / "runs" / recipe
     lines = metrics(warm_start, recipe)
@@ -132,7 +132,7 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
         assert any("Backward" in event["name"] for event in events)
 
 
-IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")
+IN_FLIGHT = ("rollout.max_staleness=1", "rollout.in_flight=interrupt", "rollout.max_gen_batches=2")
 SHARED = ("learner.tensor_parallel=2", "learner.megatron.sequence_parallel=true")
 ROUTED = {
     "two engines and updates in mid-answer": ["sampler.engines=2", *IN_FLIGHT],

@@ -30,7 +30,7 @@ RECIPE = (
         "run.name=run",
         "run.if_exists=resume",
         "checkpoint.every=1",
-        "log.export=true",
+        "checkpoint.export_hf=true",
     ),
     *(
         "model.path=data/toy/model",

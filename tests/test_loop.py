@@ -60,7 +60,7 @@ def cases() -> dict[str, list[str]]:
     wanted["top_k and top_p"] = [
         "rollout.top_k=4",
         "rollout.top_p=0.8",
-        "sync.verify_every=1",
+        "sync.probe_every=1",
         "loss.kl_coef=0.1",
     ]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]

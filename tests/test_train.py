@@ -224,7 +224,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
 
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
-    section = SyncSection(every=3, verify_every=0)
+    section = SyncSection(every=3, probe_every=0)
     assert [
         step
         for step in range(1, 8)

@@ -51,7 +51,7 @@ quickstart() { part quickstart "$BIN/megatron-rl" quickstart run.steps=20; }
 sync() { part sync "$BIN/python" tools/bench/sync.py --formats none int8 fp8 --repeats 3; }
 
 on_toy() {  # FOLDER: sets `toy`, what a recipe needs to run on the model and rows that are there
-  toy=("model.path=$1/model" model.init=random "data.train=$1/train.jsonl" data.eval=null data.template=null
+  toy=("model.path=$1/model" model.init=random "data.train=$1/train.jsonl" data.eval=null data.chat_template_kwargs=null
     data.prompt_key=prompt data.answer_key=answer reward.name=exact_match reward.overlong_buffer=0 rollout.max_prompt_tokens=12)
 }
 
@@ -59,7 +59,7 @@ two_steps() {  # RECIPE NAME [KEY=VALUE ...]: with a small random model of its f
   local recipe=$1 name=$2 model shrunk
   shift 2
   model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1]), sys.argv[2:]).model.path)' "$recipe" "$@")
-  shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.every=0 log.export=false
+  shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.every=0 checkpoint.export_hf=false
     rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
   if [[ ! -d $model ]]; then
     "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || return

@@ -43,7 +43,7 @@ CASES = {
     "tools": Case("tools"),
     "experts": Case("experts", ("learner.router=own",)),
     "replay": Case("experts"),
-    "ahead": Case("quickstart", ("rollout.ahead=1", "rollout.dynamic_sampling=false")),
+    "ahead": Case("quickstart", ("rollout.max_staleness=1", "rollout.dynamic_sampling=false")),
     "resume": Case("quickstart", ("run.steps=3",), then=("run.steps=6", "run.if_exists=resume")),
     "sft": Case("toy_sft", ("eval.every=5",)),
     "fp8": Case("quickstart_fp8"),
@@ -143,7 +143,7 @@ def _differences(name: str, case: Case, before: Path, after: Path) -> Iterator[s
 
 
 def _train(tree: Path, run: str, case: Case) -> None:
-    common = (f"run.name={run}", "run.steps=6", "eval.every=3", "log.export=true")
+    common = (f"run.name={run}", "run.steps=6", "eval.every=3", "checkpoint.export_hf=true")
     recipe = f"recipes/{case.recipe}.yaml"
     _run(tree, "train", recipe, *common, *case.overrides)
     if case.then:

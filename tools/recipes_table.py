@@ -84,7 +84,9 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
         shared = ", in turns with the learner"
     else:
         shared = ""
-    shared += f", up to {config.rollout.ahead} ahead" if config.rollout.ahead else ""
+    shared += (
+        f", up to {config.rollout.max_staleness} ahead" if config.rollout.max_staleness else ""
+    )
     fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
     said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
     return (

@@ -44,7 +44,7 @@ MAY_CHANGE = (
     "sync.transport",
     "sync.dir",
     "sync.full_every",
-    "sync.verify_every",
+    "sync.probe_every",
     "sync.probe_budget",
 )
 FIXED = "learner.lora."  # what all of a run's checkpoints hold

@@ -79,8 +79,8 @@ class Credit(StrEnum):
 
 class InFlight(StrEnum):
     # answers that are begun end with the weights that they began with; the update waits
-    finish = "finish"
-    continue_ = "continue"  # the update comes between two of their tokens
+    drain = "drain"
+    interrupt = "interrupt"  # the update comes between two of their tokens
 
 
 class Format(StrEnum):

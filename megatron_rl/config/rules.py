@@ -154,8 +154,8 @@ def ahead(
     """ResponseSource older than the policy are corrected for, and there is always one that may be
     begun.
     """
-    key = f"rollout.ahead: {rollout.ahead}"
-    if not rollout.ahead:
+    key = f"rollout.max_staleness: {rollout.max_staleness}"
+    if not rollout.max_staleness:
         return
     if rollout.supervised:
         yield f"{key}, but the data set's own answers are there already; use 0"
@@ -167,28 +167,28 @@ def ahead(
             "sampler as the anchor of the loss)"
         )
     for place, rule in enumerate(correction.reject):
-        finished = rollout.in_flight is schema.InFlight.finish
+        finished = rollout.in_flight is schema.InFlight.drain
         if (
             rule.stat == schema.Stat.staleness
             and rule.high is not None
-            and rule.high < rollout.ahead
+            and rule.high < rollout.max_staleness
             and finished
         ):
             yield (
                 f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, "
-                "which are that many updates old; raise it, or use rollout.in_flight=continue"
+                "which are that many updates old; raise it, or use rollout.in_flight=interrupt"
             )
-    if sync.every > rollout.ahead + 1:
+    if sync.every > rollout.max_staleness + 1:
         yield (
             f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent "
-            f"later than the batch is needed; use at most {rollout.ahead + 1}, or raise "
-            "rollout.ahead"
+            f"later than the batch is needed; use at most {rollout.max_staleness + 1}, or raise "
+            "rollout.max_staleness"
         )
     if sampler.sleep is not schema.Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
-    if rollout.in_flight is schema.InFlight.continue_ and sync.transport != schema.Transport.file:
+    if rollout.in_flight is schema.InFlight.interrupt and sync.transport != schema.Transport.file:
         yield (
-            f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that "
+            f"rollout.in_flight: interrupt with sync.transport={sync.transport}: weights that "
             "arrive in place would be read half old and half new; use sync.transport=file, or "
             "finish"
         )

@@ -58,8 +58,8 @@ class RolloutSection:
     max_gen_batches: Positive = 4  # generation calls per step at most
     # batches that the sampler is ahead of the learner, and so the most updates that a token is
     # older than the policy that it trains (docs/ahead.md); 0: they take turns
-    ahead: Annotated[int, between(0, 64)] = 0
-    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
+    max_staleness: Annotated[int, between(0, 64)] = 0
+    in_flight: InFlight = InFlight.drain  # what an update does to answers that are being written
 
     @property
     def context_tokens(self) -> int:
@@ -91,12 +91,14 @@ class EnvironmentSection:
     name: str | None = None
     # what the class is given, such as {digits: 3}
     settings: dict[str, Any] = field(default_factory=dict)
-    turns: Positive = 8  # answers at most
+    max_turns: Positive = 8  # answers at most
     tool_timeout_s: Seconds = 10.0  # of a tool, a reset or a step; then it is stopped
     session_timeout_s: Seconds = 600.0  # of an agent's session
-    observation_tokens: Positive = 512  # of what is answered to a turn: more is cut, and says so
+    max_observation_tokens: Positive = (
+        512  # of what is answered to a turn: more is cut, and says so
+    )
     # open at once, a process each; an evaluation has as many
-    sessions: Annotated[int, between(1, 65536)] = 64
+    max_concurrent: Annotated[int, between(1, 65536)] = 64
     history: History = History.template  # how a turn is written behind those before it
     tool_parser: str = AUTO  # one of vLLM's, such as hermes; auto: told from the chat template
     credit: Credit = Credit.outcome  # how a session's rewards become its turns'
@@ -154,7 +156,7 @@ class SyncSection:
     # ones
     full_every: Positive = 1
     # the logprob probe: after the first sync, then every so many; 0: the first only
-    verify_every: Count = 10
+    probe_every: Count = 10
     # nats; auto (or null): so many times what one rounding does to this policy
     # (weight_sync/probe_budget.py)
     probe_budget: Annotated[

@@ -161,7 +161,7 @@ class DataSection:
     system_prompt: str | None = None
     # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is
     # text is what a user says; null: it is read as it stands
-    template: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # what happens to prompts above rollout.max_prompt_tokens
     long_prompts: LongPrompts = LongPrompts.error
 
@@ -221,9 +221,10 @@ class CheckpointSection:
         "30min"
     )
     keep_last: Positive = 2  # how many stay
-    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves
-    # its model-best/
+    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and
+    # checkpoint.export_hf leaves its model-best/
     best: str | None = None
+    export_hf: bool = False  # write the final policy as a Hugging Face folder, model/
 
     @property
     def steps(self) -> int:
@@ -244,7 +245,6 @@ class CheckpointSection:
 class LogSection:
     wandb: Wandb = Wandb.none  # whether the run is at W&B too (docs/wandb.md)
     record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
-    export: bool = False  # the final policy as a Hugging Face folder, model/
     # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each
     # pipeline stage
     profile_steps: Annotated[

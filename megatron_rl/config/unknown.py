@@ -65,6 +65,18 @@ _LONG_AGO = {
     "log.project": "set the environment variable WANDB_PROJECT",
     "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
 }
+# keys of another name
+_RENAMED = {
+    "rollout.ahead": "rollout.max_staleness",
+    "data.template": "data.chat_template_kwargs",
+    "environment.turns": "environment.max_turns",
+    "environment.sessions": "environment.max_concurrent",
+    "environment.observation_tokens": "environment.max_observation_tokens",
+    "sync.verify_every": "sync.probe_every",
+    "log.export": "checkpoint.export_hf",
+}
+# words of a recorded run that a key has others for
+_OTHER_WORDS = {"rollout.in_flight": {"finish": "drain", "continue": "interrupt"}}
 _VARIABLES = Removed(
     "set run.variables",
     to="run.variables",
@@ -72,6 +84,7 @@ _VARIABLES = Removed(
 )
 REMOVED = {
     **{key: Removed(hint) for key, hint in _LONG_AGO.items()},
+    **{key: Removed(f"set {name}", to=name) for key, name in _RENAMED.items()},
     "data.shuffle": Removed("prompts come in an order by run.seed; leave it out", True),
     "rollout.in_flight_cache": Removed(
         "keys and values are computed again with new weights; leave it out", "rebuild"
@@ -111,7 +124,7 @@ REMOVED = {
         for name in loss.params
     },
     "learner.update_check": Removed(
-        "sync.verify_every compares engine and learner; leave it out", {"rows": 0, "refuse": None}
+        "sync.probe_every compares engine and learner; leave it out", {"rows": 0, "refuse": None}
     ),
     "log.disk_gib": Removed(
         "set log.record_every and checkpoint.keep_last; no recorded file is removed", None
@@ -167,7 +180,7 @@ _OF_OTHERS = {
     "data.eval": "val_files eval_prompt_data",
     "data.prompt_key": "input_key",
     "data.answer_key": "label_key",
-    "data.template": "apply_chat_template chat_template_kwargs",
+    "data.chat_template_kwargs": "apply_chat_template",
     "reward.name": "rm_type custom_rm_path reward_funcs reward_manager remote_rm_url",
     "reward.overlong_buffer": "overlong_buffer_len",
     "reward.overlong_filter": "mask_truncated_completions",
@@ -256,6 +269,10 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
             refused.append(f"{key} is {value}: {removed.hint}")
     if refused:
         raise ValueError("\n".join(refused))
+    for key, words in _OTHER_WORDS.items():
+        section, _, name = key.partition(".")
+        if (word := config.get(section, {}).get(name)) in words:
+            config[section][name] = words[word]
     return config
 
 

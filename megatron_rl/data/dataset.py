@@ -223,7 +223,7 @@ class Source(Sequence[Prompt]):
         prompt = self._prompt(self._rows[index], index)
         config = self._config
         if isinstance(prompt, str) and (
-            config.template is not None or config.system_prompt is not None
+            config.chat_template_kwargs is not None or config.system_prompt is not None
         ):
             prompt = [{"role": "user", "content": prompt}]
         if (
@@ -233,7 +233,7 @@ class Source(Sequence[Prompt]):
         ):
             prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
         try:
-            return self._tokenizer.text(prompt, config.template)
+            return self._tokenizer.text(prompt, config.chat_template_kwargs)
         except ConfigError as error:
             raise ConfigError(f"{error} ({self._rows.place(index)})") from None
 

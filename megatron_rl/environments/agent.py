@@ -183,11 +183,11 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
         asked = await policy.apart(
             partial(chat_request, await _body(request, rules.context_tokens))
         )
-        if opened.answers >= rules.section.turns:
+        if opened.answers >= rules.section.max_turns:
             transcript.end = "turns"
             raise Refused(
                 400,
-                f"all environment.turns={rules.section.turns} answers are given",
+                f"all environment.max_turns={rules.section.max_turns} answers are given",
                 code="turns_exceeded",
             )
         opened.answers += 1

@@ -169,7 +169,7 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 class EnvironmentPool:
-    """Pool of one process per open conversation; `environment.sessions` is the limit."""
+    """Pool of one process per open conversation; `environment.max_concurrent` is the limit."""
 
     def __init__(self, config: EnvironmentSection, variables: Sequence[str] = ()) -> None:
         """`variables`: of the environment, which the processes see beside the usual ones."""

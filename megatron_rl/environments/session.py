@@ -282,7 +282,7 @@ class EnvironmentSession:
     async def play(self, row: Mapping[str, Any]) -> None:
         transcript = self._policy.transcript
         await self.begin(row)
-        for _ in range(self._rules.section.turns):
+        for _ in range(self._rules.section.max_turns):
             try:
                 answered = await self.answer()
             except ContextFull:
@@ -402,13 +402,13 @@ class EnvironmentSession:
         }
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of what the turn adds, cut to `environment.observation_tokens`; it says so."""
-        most = self._rules.section.observation_tokens
+        """A message of what the turn adds, cut to `environment.max_observation_tokens`; it says so."""
+        most = self._rules.section.max_observation_tokens
         cut = {
             key: value[:most] if isinstance(value, str) else value for key, value in message.items()
         }
         if (size := size_of(cut)) > MOST_CHARACTERS * most:
-            key = f"environment.observation_tokens={most}"
+            key = f"environment.max_observation_tokens={most}"
             raise EnvironmentFailed(
                 f"a message has {size} bytes beside its text, more than {key} takes; raise it"
             )

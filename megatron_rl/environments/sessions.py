@@ -97,7 +97,7 @@ class Sessions:
     ) -> GenerationHandle:
         rules = self.rules(params.max_tokens)
         turns = self._sampler.turns(params, patient=patient)
-        room = asyncio.Semaphore(self._section.sessions)
+        room = asyncio.Semaphore(self._section.max_concurrent)
 
         async def session(prompt: Prompt, group: int, sample: int) -> list[Rollout]:
             seeds = partial(_seed, seed, group, sample)
@@ -131,7 +131,7 @@ class Sessions:
             self._section,
             response_tokens,
             self._rollout.context_tokens,
-            self._data.template or {},
+            self._data.chat_template_kwargs or {},
             self._parser,
             self._data.system_prompt,
         )

@@ -64,5 +64,7 @@ def _where_from(path: Path | str) -> str:
     if Path(path).is_relative_to("data/toy"):
         return " (`megatron-rl toy` makes this one)"
     if Path(path).is_relative_to("runs"):
-        return " (a run with log.export=true leaves one there, as recipes/sft.yaml and recipes/toy_sft.yaml do)"
+        return (
+            " (a run with checkpoint.export_hf=true leaves one there, as recipes/toy_sft.yaml does)"
+        )
     return ", or bring the folder there"

@@ -237,7 +237,7 @@ def environment(
         about = check_importable(environment, run.variables)
         if model.folder.is_dir():  # else it is still to be brought
             yield from problems(
-                environment, model.folder, data.template or {}, about.tools, about.agent
+                environment, model.folder, data.chat_template_kwargs or {}, about.tools, about.agent
             )
     except ConfigError as error:
         yield str(error)

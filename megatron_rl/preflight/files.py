@@ -194,13 +194,13 @@ def end_of_text(
             )
 
 
-def exported(model: schema.ModelSection, log: schema.LogSection) -> Iterator[str]:
+def exported(model: schema.ModelSection, checkpoint: schema.CheckpointSection) -> Iterator[str]:
     """What an export at the end of the run would copy."""
-    if log.export and model.folder.is_dir():
+    if checkpoint.export_hf and model.folder.is_dir():
         try:
             weight_files.companions(model.folder)
         except ValueError as error:
-            yield f"log.export: {error}"
+            yield f"checkpoint.export_hf: {error}"
 
 
 MODEL_RULES = (weights, vocabulary, end_of_text, exported)

@@ -70,7 +70,7 @@ def chat_template(
     if environment.name is not None and has_template(model.folder):
         from megatron_rl.environments.templates import describe
 
-        yield f"environment {environment.name}: {describe(environment, model.folder, data.template or {})}"
+        yield f"environment {environment.name}: {describe(environment, model.folder, data.chat_template_kwargs or {})}"
 
 
 def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Iterator[str]:
@@ -82,7 +82,7 @@ def plain_text(
 ) -> Iterator[str]:
     """Files whose prompts a chat model would read as they stand."""
     if (
-        data.template is not None
+        data.chat_template_kwargs is not None
         or data.system_prompt is not None
         or not has_template(model.folder)
     ):
@@ -92,7 +92,7 @@ def plain_text(
             yield (
                 f"the prompts of {path} are plain text and are not put into the chat template that "
                 f"{model.path} has; for a chat model set "
-                "data.template={}, or give lists of messages"
+                "data.chat_template_kwargs={}, or give lists of messages"
             )
 
 
@@ -160,7 +160,7 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
         checkpoint=trained(shape) * PARAMETER[config.learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
-        models=2 * parameters(shape) * (1 + bool(checkpoint.best)) if log.export else 0,
+        models=2 * parameters(shape) * (1 + bool(checkpoint.best)) if checkpoint.export_hf else 0,
         lines=run.steps * LINE,
     )
 

@@ -43,7 +43,7 @@ class EngineSettings:
     seed: int
     device: schema.Device
     # what an update does to answers that are being written
-    in_flight: schema.InFlight = schema.InFlight.finish
+    in_flight: schema.InFlight = schema.InFlight.drain
     routed_experts: bool = False  # responses come with the experts of every token read
     head: schema.Precision = schema.Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among

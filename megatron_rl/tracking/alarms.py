@@ -143,7 +143,7 @@ RULES = {
         f"`{MISMATCH}`: how far sampler and learner disagree",
         "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: "
         "quantization.ignore keeps the worst layers in BF16, quantization.format=none shows what "
-        "remains. With rollout.ahead, or sync.every above 1, it is mostly staleness "
+        "remains. With rollout.max_staleness, or sync.every above 1, it is mostly staleness "
         "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
         "the loss meanwhile.",
         metric(MISMATCH),

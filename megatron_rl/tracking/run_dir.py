@@ -64,7 +64,7 @@ class RunDir:
     checkpoints = _Inside("checkpoints")  # step_N/: to go on from
     # updates that were not finite, to be repeated; traces, what filled a GPU
     dumps = _Inside("dumps")
-    model = _Inside("model")  # the last policy, with log.export
+    model = _Inside("model")  # the last policy, with checkpoint.export_hf
     best_model = _Inside("model-best")  # the best one by checkpoint.best
     report = _Inside("report.html")
     heartbeats = _Inside(f"logs/{FOLDER}")  # rank_N.json

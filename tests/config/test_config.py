@@ -176,7 +176,7 @@ def test_a_bad_value_is_refused_alone_and_by_its_key(recipe: Path, key: str, val
 
 AS_SAMPLER = ["learner.forward=as_sampler", "quantization=int8"]
 ADAPTERS = ["quantization=int8", "learner.lora.rank=8"]
-AHEAD = ["rollout.ahead=1"]
+AHEAD = ["rollout.max_staleness=1"]
 FRESH_ONLY = "correction.reject=[{level: token, stat: staleness, high: 0}]"
 TOGETHER = [
     (AS_SAMPLER, "quantization.format=fp8_block", "learner.forward"),
@@ -190,14 +190,14 @@ TOGETHER = [
     (["learner.router=replay"], "learner.megatron.moe_aux_loss_coeff=0.01", "learner.router"),
     (["learner.router=replay"], "learner.megatron.moe_router_fusion=true", "learner.router"),
     (AHEAD, "correction=bypass", ""),
-    (AHEAD, "correction=none", "rollout.ahead"),
-    ([*AHEAD, "correction=none"], FRESH_ONLY, "rollout.ahead"),
+    (AHEAD, "correction=none", "rollout.max_staleness"),
+    ([*AHEAD, "correction=none"], FRESH_ONLY, "rollout.max_staleness"),
     ([*AHEAD, "eval.every=9"], "sync.every=3", "sync.every"),
     (AHEAD, "sampler.sleep=offload", "sampler.sleep"),
-    ([*AHEAD, "sync.transport=nccl"], "rollout.in_flight=continue", "rollout.in_flight"),
-    (AHEAD, "rollout.ahead=65", "rollout.ahead"),
+    ([*AHEAD, "sync.transport=nccl"], "rollout.in_flight=interrupt", "rollout.in_flight"),
+    (AHEAD, "rollout.max_staleness=65", "rollout.max_staleness"),
     (AHEAD, FRESH_ONLY, "correction.reject[0].high"),
-    ([*AHEAD, "rollout.in_flight=continue"], FRESH_ONLY, ""),
+    ([*AHEAD, "rollout.in_flight=interrupt"], FRESH_ONLY, ""),
 ]
 
 

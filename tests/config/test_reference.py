@@ -115,7 +115,7 @@ def test_an_explanation_says_where_from(
 
 def test_an_explanation_lists_values_and_keys(recipe: Path) -> None:
     assert "constant, linear, cosine" in explain(recipe, [], "optim.decay")
-    assert "finish: " in explain(recipe, [], "rollout.in_flight")
+    assert "drain: " in explain(recipe, [], "rollout.in_flight")
     assert (
         len(
             re.findall(

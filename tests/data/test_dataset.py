@@ -71,7 +71,7 @@ def test_published_rows_are_recognised(
     tmp_path: Path, tokenizer: FolderTokenizer, publisher: str, suffix: str
 ) -> None:
     path = written(tmp_path / f"rows{suffix}", [PUBLISHED[publisher]])
-    found = loaded(tokenizer, path, template={})
+    found = loaded(tokenizer, path, chat_template_kwargs={})
     (prompt,) = found.prompts
     assert tokenizer.decode([prompt.token_ids]) == ["1+1="]
     assert prompt.answer == prompt.row[prompt.answer_key] == "2"
@@ -100,9 +100,12 @@ def test_a_system_prompt_and_options_of_the_template(
         return tokenizer.decode([one.token_ids for one in loaded(tokenizer, path, **keys).prompts])
 
     assert texts() == ["1+1", "71+1="]
-    assert texts(template={}) == ["1+1=", "71+1="]
+    assert texts(chat_template_kwargs={}) == ["1+1=", "71+1="]
     assert texts(system_prompt="9-") == ["9-1+1=", "71+1="]
-    assert texts(system_prompt="9-", template={"stars": True}) == ["9-*1+1*=", "7*1+1*="]
+    assert texts(system_prompt="9-", chat_template_kwargs={"stars": True}) == [
+        "9-*1+1*=",
+        "7*1+1*=",
+    ]
 
 
 @pytest.mark.fault("a prompt has two answers in a data set", "it is left out, and counted")
@@ -229,10 +232,10 @@ def test_what_a_template_adds_counts(
     path = written(
         tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)]
     )
-    found = loaded(tokenizer, path, template={}, long_prompts="drop")
+    found = loaded(tokenizer, path, chat_template_kwargs={}, long_prompts="drop")
     assert (len(found), found.too_long) == (2, 1)
     with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 40.*has 41 tokens"):
-        loaded(tokenizer, path, template={})
+        loaded(tokenizer, path, chat_template_kwargs={})
 
 
 @pytest.mark.fault(

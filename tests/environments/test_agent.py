@@ -191,7 +191,7 @@ def left(asked: Asked, how: str, body: Any) -> None:
     "an agent's client times out and asks again", "one row: the answer that it has read"
 )
 def test_an_answer_that_is_given_up_is_in_no_row(tmp_path: Path) -> None:
-    with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, turns=2) as played:
+    with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, max_turns=2) as played:
         played.policy.pauses = [600.0, 0.0, 600.0]
         ((rollout,),) = played.play({"timeout": 5.0, "retries": 2})
         session = rollout.session
@@ -225,12 +225,12 @@ def test_a_client_that_leaves_has_no_turn(asked: Asked, how: str) -> None:
 
 
 def test_the_turns_of_an_agent_are_bounded(tmp_path: Path) -> None:
-    with Played(tmp_path, counting, f"{HERE}:agent", turns=1) as played:
+    with Played(tmp_path, counting, f"{HERE}:agent", max_turns=1) as played:
         asked = Asked(played)
         assert asked(HELLO)[0] == 200
         status, said = asked(HELLO)
         assert (status, said["error"]["code"]) == (400, "turns_exceeded")
-        assert "environment.turns=1" in said["error"]["message"]
+        assert "environment.max_turns=1" in said["error"]["message"]
         assert (asked.policy.transcript.end, len(asked.policy.transcript.turns)) == ("turns", 1)
 
 

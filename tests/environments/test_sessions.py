@@ -116,7 +116,7 @@ FAULTS = {
     "memory": "MemoryError",
     "nan": "nan is no finite number",
     "patches": "sent something else than a reply",
-    "long calls": "environment.observation_tokens=512 takes",
+    "long calls": "environment.max_observation_tokens=512 takes",
 }
 
 
@@ -288,7 +288,7 @@ def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
         lambda *_: "41",
         context=90,
         settings={"tries": 50},
-        turns=50,
+        max_turns=50,
     ) as played:
         ((rollout,),) = played.play()
     assert (rollout.session.end, rollout.finish_reason) == ("length", "length")
@@ -315,7 +315,7 @@ def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
     with Played(
         tmp_path,
         lambda *_: call("add", a=1),
-        turns=3,
+        max_turns=3,
     ) as played:
         ((rollout,),) = played.play()
     assert (
@@ -330,7 +330,7 @@ def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
 
 
 def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
-    with Played(tmp_path, counting, sessions=6) as played:
+    with Played(tmp_path, counting, max_concurrent=6) as played:
         played.policy.together = 6
         played.policy.pause_s = 0.05
         groups = played.play({}, {}, {}, samples=4)

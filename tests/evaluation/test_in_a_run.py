@@ -30,7 +30,7 @@ rollout: {{prompts_per_step: 16}}
 quantization: none
 learner: {{tensor_parallel: 1}}
 sampler: {{vllm: {{max_num_seqs: 64}}}}
-sync: {{every: 1, verify_every: 0}}
+sync: {{every: 1, probe_every: 0}}
 reward: {{name: "mine:by_first"}}
 eval:
   every: 1
@@ -38,8 +38,8 @@ eval:
   sets:
     again: {{samples: 4}}
     exact: {{reward: exact_match, max_prompts: 8}}
-checkpoint: {{every: 1, keep_last: 1, best: eval/again/accuracy}}
-log: {{record_every: 0, export: true, alarms: {{}}}}
+checkpoint: {{every: 1, keep_last: 1, best: eval/again/accuracy, export_hf: true}}
+log: {{record_every: 0, alarms: {{}}}}
 """
 # a policy that knows nothing is right for some prompts and answers, and wrong for others
 REWARD = """

@@ -28,7 +28,7 @@ RECIPE = (
     "eval.max_prompts=32",
     "learner.n_minibatches=2",
     "rollout.max_gen_batches=2",
-    "log.export=true",
+    "checkpoint.export_hf=true",
     "reward.name=chance:score",
 )
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")

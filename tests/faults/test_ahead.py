@@ -11,8 +11,8 @@ from megatron_rl.checkpoint.checkpoints import steps
 
 SECONDS = 600
 AHEAD = (
-    "rollout.ahead=2",
-    "rollout.in_flight=continue",
+    "rollout.max_staleness=2",
+    "rollout.in_flight=interrupt",
     "checkpoint.every=2",
     "checkpoint.keep_last=2",
 )
@@ -39,7 +39,7 @@ def test_a_killed_engine(box: Box) -> None:
 )
 def test_every_kind_of_process(box: Box) -> None:
     box.reward()
-    more = ("rollout.ahead=1", "rollout.in_flight=continue")
+    more = ("rollout.max_staleness=1", "rollout.in_flight=interrupt")
     goes_on = None
     for line, victim in enumerate(
         ("engine", "reward worker", "rank 1", "launcher", "rank 0", "everything"), 2

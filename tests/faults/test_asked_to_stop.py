@@ -13,7 +13,7 @@ from megatron_rl.checkpoint import checkpoints
 
 pytestmark = pytest.mark.timeout(1800)
 START_S = 300
-SETTINGS = ("run.steps=100000", "log.export=true")
+SETTINGS = ("run.steps=100000", "checkpoint.export_hf=true")
 ASKS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ENDS_WITH = {signal.SIGUSR1: 0, signal.SIGTERM: 143, signal.SIGINT: 130}
 SLOW = """

@@ -72,7 +72,9 @@ def test_a_run_from_an_import(tmp_path: Path) -> None:
     imported = tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
     with Box(tmp_path) as box:
-        done = box.train("run.steps=1", f"model.path={imported}", "log.export=true").wait(600)
+        done = box.train("run.steps=1", f"model.path={imported}", "checkpoint.export_hf=true").wait(
+            600
+        )
         assert done == 0, box.screen
     int8 = tmp_path / "int8"
     subprocess.run(

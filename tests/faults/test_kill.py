@@ -17,7 +17,7 @@ KILLS = int(os.environ.get("KILLS", "4"))
 SEED = int(os.environ.get("SEED", "1"))
 EACH = 5  # kills of one run
 AHEAD = int(os.environ.get("AHEAD", "0"))
-MORE = (f"rollout.ahead={AHEAD}", "rollout.in_flight=continue") if AHEAD else ()
+MORE = (f"rollout.max_staleness={AHEAD}", "rollout.in_flight=interrupt") if AHEAD else ()
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def begin(box: Box, *overrides: str) -> None:
     "an engine or the environments die between two turns", "they come back; no session is lost"
 )
 def test_killed_between_two_turns(box: Box) -> None:
-    begin(box, "rollout.ahead=2", "rollout.in_flight=continue")
+    begin(box, "rollout.max_staleness=2", "rollout.in_flight=interrupt")
     for words in ("megatron_rl.engine.child", "environments.worker", "megatron_rl.engine.child"):
         for process in box.processes(words):
             process.kill()
@@ -82,7 +82,12 @@ def test_killed_between_two_turns(box: Box) -> None:
     "weights are updated between the turns of a session", "each token knows its version; it goes on"
 )
 def test_updated_between_two_turns(box: Box) -> None:
-    begin(box, "rollout.ahead=2", "rollout.in_flight=continue", "environment.sessions=16")
+    begin(
+        box,
+        "rollout.max_staleness=2",
+        "rollout.in_flight=interrupt",
+        "environment.max_concurrent=16",
+    )
     box.goes_on(9)
     files = sorted((box.run / "rollouts").glob("step_*.parquet"))
     rows = [row for path in files for row in read_rollouts(path).to_pylist()]

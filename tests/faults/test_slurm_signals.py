@@ -30,7 +30,7 @@ class Rehearsal:
 
     def __init__(self, box: Box) -> None:
         self.box = box
-        settings = ("run.steps=100000", "log.export=true", "checkpoint.every=2")
+        settings = ("run.steps=100000", "checkpoint.export_hf=true", "checkpoint.every=2")
         model = f"model.path={box.folder}/runs/toy_sft/model"
         self.process = box.rehearse("dapo_int8", *settings, model, under=LISTENING)
 

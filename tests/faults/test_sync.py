@@ -36,7 +36,7 @@ def test_empty_packs_and_odd_files(box: Box) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_killed_between_patches(box: Box, ranks: int) -> None:
     """An engine of two ranks reads shards of its own; the probe looks at each version."""
-    settings = (f"sampler.tensor_parallel={ranks}", "sync.full_every=4", "sync.verify_every=1")
+    settings = (f"sampler.tensor_parallel={ranks}", "sync.full_every=4", "sync.probe_every=1")
     box.begin(*settings, steps=2)
     for delay_s in (0.0, 0.4, 0.9):
         time.sleep(delay_s)

@@ -92,7 +92,7 @@ def test_what_a_large_run_writes() -> None:
         config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
         return advice.writes(shape, config)
 
-    found = writes({}, {"export": True})
+    found = writes({"export_hf": True}, {})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)

@@ -53,7 +53,7 @@ STARTS = (f"model.path={IMPORTED}", "model.init=pretrained")
 
 
 def test_a_dry_run_takes_an_import(imported: Path, command: Command) -> None:
-    assert "imported" in command.dry_run(*STARTS, "log.export=true")
+    assert "imported" in command.dry_run(*STARTS, "checkpoint.export_hf=true")
     assert ModelSection(str(imported)).folder == imported / "hf"
     assert ModelSection(str(MODEL)).folder == MODEL
 
@@ -83,8 +83,10 @@ def test_what_an_import_lacks(imported: Path, command: Command, lost: str, word:
 def test_an_export_would_copy_what_a_link_leads_to(imported: Path, command: Command) -> None:
     Path("secret").write_text("secret")
     (imported / "hf" / "notes.txt").symlink_to(Path("secret").resolve())
-    command.dry_run(*STARTS, "log.export=false")
-    assert "log.export: imported/hf/notes.txt" in command.refused(*STARTS, "log.export=true")
+    command.dry_run(*STARTS, "checkpoint.export_hf=false")
+    assert "checkpoint.export_hf: imported/hf/notes.txt" in command.refused(
+        *STARTS, "checkpoint.export_hf=true"
+    )
 
 
 @pytest.mark.fault(

@@ -300,7 +300,7 @@ data: {{{{train: {{toy}}/train.jsonl, eval: {{toy}}/test.jsonl}}}}
 MINE = """
 base: recipes/dapo-qwen3_8b-1n8g-int8-ahead.yaml
 model: {{path: {toy}/model, init: random}}
-data: {{train: {toy}/train.jsonl, eval: {toy}/test.jsonl, prompt_key: prompt, answer_key: answer, template: null}}
+data: {{train: {toy}/train.jsonl, eval: {toy}/test.jsonl, prompt_key: prompt, chat_template_kwargs: null}}
 rollout: {{max_prompt_tokens: 12, max_response_tokens: 8}}
 eval: {{max_response_tokens: 8}}
 reward: {{overlong_buffer: 0}}

@@ -252,10 +252,10 @@ SETTINGS = (
     "eval.max_prompts=8",
     "checkpoint.every=600min",
     "sampler.vllm.max_num_seqs=64",
-    "log.export=true",
+    "checkpoint.export_hf=true",
     "learner.n_minibatches=1",
     "quantization.smoothing=0.5",
-    "sync.verify_every=0",
+    "sync.probe_every=0",
 )
 
 

@@ -246,7 +246,7 @@ def recipe(
             "tensor_parallel": layout.tensor_parallel,
             "data_parallel": layout.ranks // layout.tensor_parallel,
         },
-        "sync": {"verify_every": 0},
+        "sync": {"probe_every": 0},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
         "log": {"record_every": 0},

@@ -42,7 +42,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
         "Face folder, or a recipe, for the model that it begins with",
     )
-    overrides(parser, "such as eval.samples=8 data.template={}")
+    overrides(parser, "such as eval.samples=8 data.chat_template_kwargs={}")
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
     parser.add_argument(
         "--format", choices=formats, default="bf16", help="of the weights in the engine"

@@ -85,7 +85,9 @@ class Chat:
         if self.talks:
             said = self.config.data.system_prompt
             system = [] if said is None else [{"role": "system", "content": said}]
-            text = self.tokenizer.text([*system, *self.messages], self.config.data.template)
+            text = self.tokenizer.text(
+                [*system, *self.messages], self.config.data.chat_template_kwargs
+            )
         return self.tokenizer.encode(text)
 
 
@@ -124,7 +126,7 @@ def _environment(
             )
             yield None
             return
-        template = config.data.template or {}
+        template = config.data.chat_template_kwargs or {}
         refuse(problems(section, folder, template, pool.about.tools, agent=False))
         yield pool
 
@@ -148,7 +150,7 @@ class ToolChat:
             config.environment,
             params.max_tokens,
             config.rollout.context_tokens,
-            config.data.template or {},
+            config.data.chat_template_kwargs or {},
             parser_of(config.environment, self.tokenizer) if self.pool.about.tools else None,
             config.data.system_prompt,
         )
@@ -168,7 +170,7 @@ class ToolChat:
         else:
             session.messages.append({"role": "user", "content": text})
         self._session = None  # unless it can go on
-        for _ in range(self._rules.section.turns):
+        for _ in range(self._rules.section.max_turns):
             answered = await self._asked(session)
             said = answered.message["content"]
             calls = answered.message.get("tool_calls", [])
@@ -191,7 +193,7 @@ class ToolChat:
             for message in session.add(more):
                 self.show(f"<- {message['content']}")
         self._session = session
-        return f"[environment.turns: {self._rules.section.turns} answers with calls]"
+        return f"[environment.max_turns: {self._rules.section.max_turns} answers with calls]"
 
     async def _begun(self, text: str) -> EnvironmentSession:
         row = {"prompt": text, "answer": "", **self.row}

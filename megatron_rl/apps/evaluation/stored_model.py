@@ -106,7 +106,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     if newest is None:
         raise ConfigError(
             f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with "
-            "log.export=true, and checkpoints with checkpoint.every"
+            "checkpoint.export_hf=true, and checkpoints with checkpoint.every"
         )
     policy = newest.path / checkpoints.POLICY
     note = (

@@ -36,7 +36,7 @@ class Assumptions:
     response: float = 0.4  # mean length of an answer
     prompt: float = 0.25
     longest: float = 1.0  # of a step's answers: the longest
-    turns: float = 3.0  # of a session, at most environment.turns
+    turns: float = 3.0  # of a session, at most environment.max_turns
     observation: float = 0.25  # mean length of what a turn adds
     tool_s: float = 0.5  # until it is there
     batches: float = 1.0  # generation batches until enough groups have spread
@@ -118,10 +118,10 @@ class Workload:
         read = 0.0
         sessions = 0
         if config.environment.name is not None:
-            sessions = config.environment.sessions
-            turns = min(assumed.turns, config.environment.turns)
+            sessions = config.environment.max_concurrent
+            turns = min(assumed.turns, config.environment.max_turns)
             sampled = sampled * turns
-            read = assumed.observation * config.environment.observation_tokens * (turns - 1)
+            read = assumed.observation * config.environment.max_observation_tokens * (turns - 1)
             fits = min(1.0, (rollout.context_tokens - prompt) / (sampled + read))
             sampled = sampled * fits
             read = read * fits

@@ -173,7 +173,7 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         fitting = max(int(engine.tokens / work.halfway), 1) * case.roles.engines
         yield (
             f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are "
-            f"lost while tools work, and prefilled again; environment.sessions={fitting} fits"
+            f"lost while tools work, and prefilled again; environment.max_concurrent={fitting} fits"
         )
     tight = "tight, a longer answer or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
@@ -228,6 +228,6 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
         * (config.learner.router is Router.replay),
-        "batches that wait": case.work.waiting_bytes(config.rollout.ahead),
+        "batches that wait": case.work.waiting_bytes(config.rollout.max_staleness),
     }
     return {part: nbytes for part, nbytes in found.items() if nbytes}

@@ -60,7 +60,7 @@ def _roles(plan: Plan) -> Iterator[str]:
         yield (
             f"sessions  about {work.turns:g} turns, {work.sampled:,.0f} tokens sampled, "
             f"{work.read:,.0f} read and {prefilled:,.0f} prefilled behind a prompt of "
-            f"{work.prompt:,.0f}; {work.open} open at once (environment.sessions)"
+            f"{work.prompt:,.0f}; {work.open} open at once (environment.max_concurrent)"
         )
         if plan.time:
             yield f"          a rollout waits {duration(plan.time.tools)} for tools"
@@ -106,7 +106,7 @@ def _rest(plan: Plan) -> Iterator[str]:
             f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory "
             f"({parts}); it has: {has}"
         )
-    old = max(config.rollout.ahead, config.sync.every - 1)
+    old = max(config.rollout.max_staleness, config.sync.every - 1)
     yield (
         f"staleness answers are up to {old} update(s) of the sampler old, and the last of a step's "
         f"updates {config.learner.n_minibatches - 1} more"
@@ -138,7 +138,7 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
         waits = "sampler waits for updates"
         if time.rollout > time.learner:
             waits = "learner waits for answers"
-        waiting = work.waiting_bytes(config.rollout.ahead)
+        waiting = work.waiting_bytes(config.rollout.max_staleness)
         yield (
             f"ahead     {duration(time.overlap)} of a step overlap, the {waits}; batches that wait "
             f"take {_gib(waiting)} GiB of the driver's host"

@@ -85,7 +85,7 @@ def step_time(case: Case) -> StepTime:
         sync=(_syncing(case) + quantize) / every,
         quantize=quantize / every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
-        ahead=case.config.rollout.ahead > 0,
+        ahead=case.config.rollout.max_staleness > 0,
         **vars(sampled),
         **vars(learned),
     )

@@ -41,7 +41,7 @@ def _switches(values: Values, told: Accounts) -> None:
     for fact, key in shared()["switches"].items():
         if values.get(f"={fact}") is False:
             values.pop(key, None)
-    if not values.get("rollout.ahead"):
+    if not values.get("rollout.max_staleness"):
         values.pop("rollout.in_flight", None)
     estimator = "advantage.estimator"
     if "=grpo_is" in values and values.get(estimator, "grpo") == "grpo":
@@ -173,7 +173,7 @@ def _data(values: Values, told: Accounts) -> None:
     if "data.eval" not in values:
         values["eval.every"] = 0
     if values.get("=template"):
-        values["data.template"] = {}
+        values["data.chat_template_kwargs"] = {}
     loggers = values.get("=wandb")
     if loggers is True or "wandb" in str(loggers) or values.get("=wandb_named"):
         values["log.wandb"] = "auto"
@@ -189,9 +189,9 @@ def _sampling(values: Values, told: Accounts) -> None:
     if values.get("eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
         told.note("greedy")
-    if values.get("rollout.ahead", 0) > MOST_AHEAD:
-        told.note("far_ahead", ahead=values["rollout.ahead"], most=MOST_AHEAD)
-        values["rollout.ahead"] = MOST_AHEAD
+    if values.get("rollout.max_staleness", 0) > MOST_AHEAD:
+        told.note("far_ahead", ahead=values["rollout.max_staleness"], most=MOST_AHEAD)
+        values["rollout.max_staleness"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
         if (every := values.get(key, 0)) % 1:
             told.lacks(f"{key}: {every:g}", "share_of_steps")

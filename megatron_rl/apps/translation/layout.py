@@ -64,7 +64,7 @@ def layout(values: Values, told: Accounts) -> None:
     tensor = values.get("learner.tensor_parallel", 1)
     stages = values.get("learner.pipeline_parallel", 1)
     engine = values.get("sampler.tensor_parallel", 1)
-    ahead = values.get("rollout.ahead")
+    ahead = values.get("rollout.max_staleness")
     own = values.get("=sampler_gpus") or values.get("=sampler_nodes", 0) * gpus
     apart = ahead or values.get("=shared") is False
     if not own and apart:
@@ -72,7 +72,10 @@ def layout(values: Values, told: Accounts) -> None:
     if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
         own = 0
     elif not own and ahead:
-        told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
+        told.lacks(
+            f"rollout.max_staleness: {values.pop('rollout.max_staleness')} on shared GPUs",
+            "never_sleeps",
+        )
     learner = values.get("=learner_gpus", nodes * gpus)
     if own:  # beside those of the learner
         if values.get("=total") and "=learner_gpus" not in values:

@@ -98,10 +98,10 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
-    if values.get("rollout.ahead") and not corrects(
+    if values.get("rollout.max_staleness") and not corrects(
         correction.config, LossConfig(name=values.get("loss.name", "ppo"))
     ):
-        told.lacks(f"answers {values.pop('rollout.ahead')} updates old", "nothing_corrects")
+        told.lacks(f"answers {values.pop('rollout.max_staleness')} updates old", "nothing_corrects")
     values |= correction_section(correction.config)
     return Recipe(_nested({key: value for key, value in values.items() if value is not None}), told)
 

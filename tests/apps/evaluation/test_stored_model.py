@@ -63,7 +63,7 @@ def test_the_weights_are_the_folder_s_in_bf16(model: Path) -> None:
 
 def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
     config = load(run / "config.yaml")
-    with pytest.raises(ConfigError, match=r"runs/mine: .*log\.export=true"):
+    with pytest.raises(ConfigError, match=r"runs/mine: .*checkpoint\.export_hf=true"):
         find(run, config, None)
     copy_companions(model, run / "model")
     os.link(model / "model.safetensors", run / "model" / "model.safetensors")

@@ -143,12 +143,12 @@ def test_a_model_that_never_stops_calling_is_stopped(tmp_path: Path) -> None:
         Talked(
             tmp_path,
             lambda *_: call("add", a=1),
-            environment={"turns": 3},
+            environment={"max_turns": 3},
         )
     ) as talked:
-        assert "environment.turns: 3 answers" in talked.chat.answer(HELLO)
+        assert "environment.max_turns: 3 answers" in talked.chat.answer(HELLO)
         assert len(talked.policy.asked) == 3
-        assert "environment.turns: 3 answers" in talked.chat.answer("Go on.")
+        assert "environment.max_turns: 3 answers" in talked.chat.answer("Go on.")
     assert talked.last().count("<|im_start|>tool\n2<|im_end|>") == 5
 
 

@@ -153,7 +153,7 @@ def test_the_plan_says_what_tools_take(command: Command) -> None:
     """With all decodable sessions open, each waits for its own tools, one row after the other."""
 
     def times(sessions: int, tool_s: float) -> dict[str, float]:
-        given = (f"environment.sessions={sessions}", "--assume", f"tool_s={tool_s}", "--json")
+        given = (f"environment.max_concurrent={sessions}", "--assume", f"tool_s={tool_s}", "--json")
         said = command("plan", TOOLS, *NODE, "rollout.prompts_per_step=8", *given)
         return json.loads(said)["time"]
 
@@ -179,7 +179,7 @@ def test_a_node_s_own_memory_is_a_limit_where_it_is_named(command: Command) -> N
 def test_sessions_prefill_what_their_turns_add(command: Command) -> None:
     asked = ("--assume", "turns=3", "--assume", "response=0.1", "--assume", "observation=0.5")
     given = (
-        "environment.observation_tokens=400",
+        "environment.max_observation_tokens=400",
         "rollout.max_response_tokens=1000",
         "rollout.max_prompt_tokens=400",
         "rollout.max_context_tokens=22528",
@@ -214,12 +214,12 @@ def test_sessions_prefill_what_their_turns_add(command: Command) -> None:
 def test_open_sessions_beyond_the_cache_are_noted(command: Command) -> None:
     def fitting(*words: str) -> list[str]:
         said = command("plan", TOOLS, *NODE, "--assume", "tool_s=20", *words)
-        return re.findall(r"^note .*environment\.sessions=(\d+) fits$", said, re.M)
+        return re.findall(r"^note .*environment\.max_concurrent=(\d+) fits$", said, re.M)
 
     assert "sessions " not in command("plan", DAPO, *NODE, *APART)
     assert fitting() == []
-    (sessions,) = fitting("environment.sessions=2048")
-    assert fitting(f"environment.sessions={sessions}") == []
+    (sessions,) = fitting("environment.max_concurrent=2048")
+    assert fitting(f"environment.max_concurrent={sessions}") == []
 
 
 def test_edits_are_in_the_plan(command: Command) -> None:

@@ -23,7 +23,13 @@ from megatron_rl.config import all_keys, load
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "python tools/reference_tables.py coming_from > docs/coming_from.md"
-MAPS = ("learner.megatron.", "optim.megatron.", "sampler.vllm.", "data.template", "loss.params.")
+MAPS = (
+    "learner.megatron.",
+    "optim.megatron.",
+    "sampler.vllm.",
+    "data.chat_template_kwargs",
+    "loss.params.",
+)
 SECTIONS = ("model", "quantization", "cluster")
 
 VERL = r"""
@@ -180,7 +186,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "model.path": "/root/Qwen3-4B",
             "data.eval": "aime.jsonl",
             "data.prompt_key": "prompt",
-            "data.template": {},
+            "data.chat_template_kwargs": {},
             "learner.n_minibatches": 2,
             "loss.name": "gspo",
             "loss.clip_low": 3e-4,
@@ -255,7 +261,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "learner.data_parallel": 2,
             "sampler.devices": "4,5,6,7",
             "sampler.engines": 4,
-            "rollout.ahead": 2,
+            "rollout.max_staleness": 2,
             "advantage.estimator": "dr_grpo",
             "loss.clip_low": 0.4,
             "loss.clip_high": 0.4,
@@ -289,7 +295,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         {},
         {
             "rollout.prompts_per_step": 8,
-            "rollout.ahead": 8,
+            "rollout.max_staleness": 8,
             "loss.name": "dppo",
             "loss.kl_to": "sampler",
             "loss.kl_coef": 2e-3,
@@ -354,7 +360,9 @@ def test_skyrls_entry_point_says_whether_the_sampler_is_ahead(
         "skyrl.train.entrypoints.main_base", f"examples.train.async.{entry}"
     ).replace("=cispo", "=regular")
     source.write_text(script.replace("trainer.train_batch", f"{tis} trainer.train_batch"))
-    assert recipe("skyrl", source, {}).mapping["rollout"].get("ahead") == (1 if ahead else None)
+    assert recipe("skyrl", source, {}).mapping["rollout"].get("max_staleness") == (
+        1 if ahead else None
+    )
 
 
 def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
@@ -388,7 +396,10 @@ def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> Non
     given["data.apply_chat_template_kwargs.enable_thinking"] = "true"
     made = recipe("verl", written("verl", tmp_path), given).mapping
     assert (made["learner"]["pipeline_parallel"], made["rollout"]["prompts_per_step"]) == (1, 256)
-    templates = (made["data"]["template"], table("verl").always["data.template"])
+    templates = (
+        made["data"]["chat_template_kwargs"],
+        table("verl").always["data.chat_template_kwargs"],
+    )
     assert (made["model"], *templates) == ("Qwen3-8B", {"enable_thinking": True}, {})
 
 

@@ -45,9 +45,9 @@ run() {  # NAME RECIPE [KEY=VALUE ...]
 }
 
 trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM
-run warm recipes/reasoning_sft.yaml "model.path=$data/model" optim.lr=6e-4 log.export=true || exit
+run warm recipes/reasoning_sft.yaml "model.path=$data/model" optim.lr=6e-4 checkpoint.export_hf=true || exit
 for format in int8 none; do
   run "$format" recipes/reasoning.yaml model.path=runs/learning_warm/model optim.lr=5e-5 \
-    optim.min_lr=5e-6 "quantization=$format" "run.steps=$STEPS" eval.every=20 log.export=false ||
+    optim.min_lr=5e-6 "quantization=$format" "run.steps=$STEPS" eval.every=20 checkpoint.export_hf=false ||
     exit
 done

@@ -28,10 +28,10 @@ model |= {key: value for key, value in toy.items() if key.endswith("_token_id")}
 json.dump(model, open(target, "w"))' "$data/model/config.json" "conf/model/$MODEL.json" || exit
 
 settings=("model.path=$data/model" model.init=random "data.train=$data/train.jsonl" data.eval=null
-  data.template=null data.prompt_key=prompt data.answer_key=answer
+  data.chat_template_kwargs=null data.prompt_key=prompt data.answer_key=answer
   reward.name=exact_match reward.overlong_buffer=0
   "run.name=experiment_$name" run.if_exists=archive "run.steps=$STEPS"
-  eval.every=0 checkpoint.every=0 log.export=false
+  eval.every=0 checkpoint.every=0 checkpoint.export_hf=false
   rollout.prompts_per_step=32 rollout.samples_per_prompt=8 rollout.dynamic_sampling=false
   rollout.max_prompt_tokens=12 rollout.max_response_tokens=512)
 if [[ -n ${TRACE:-} ]]; then

@@ -16,7 +16,7 @@ from rollouts import rollout
 
 from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.rewards.task import Score, Task
-from megatron_rl.rollout.ahead import AsyncBatches, Gate
+from megatron_rl.rollout.async_batches import AsyncBatches, Gate
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 LIMIT_S = 240.0
@@ -80,7 +80,8 @@ class Stream:
 
 def section(**keys: Any) -> RolloutSection:
     return RolloutSection(
-        **{"prompts_per_step": 8, "samples_per_prompt": 2, "max_gen_batches": 3, "ahead": 1} | keys
+        **{"prompts_per_step": 8, "samples_per_prompt": 2, "max_gen_batches": 3, "max_staleness": 1}
+        | keys
     )
 
 
@@ -117,7 +118,9 @@ def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> No
     """Rounds of a source that finishes everything at once are the measure."""
     chance = random.Random(seed)
     rollout = section(
-        prompts_per_step=chance.randint(1, 24), max_gen_batches=chance.randint(1, 5), ahead=0
+        prompts_per_step=chance.randint(1, 24),
+        max_gen_batches=chance.randint(1, 5),
+        max_staleness=0,
     )
     dull = chance.choice([0.1, 0.5, 0.9, 1.0])
     found = []
@@ -154,7 +157,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
 ) -> None:
     source = Source(most)
     chance = random.Random(most)
-    with ahead(source, last=30, ahead=most, in_flight=in_flight) as batches:
+    with ahead(source, last=30, max_staleness=most, in_flight=in_flight) as batches:
         drawn_to = 0
         ages = set()
         for step in range(1, 31):
@@ -167,7 +170,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
                 wait_for(lambda to=drawn_to: source.added[-1][0] >= to)
             time.sleep(chance.random() * 0.004)
             with batches.updating():
-                assert source.open == 0 or in_flight is InFlight.continue_
+                assert source.open == 0 or in_flight is InFlight.interrupt
                 source.version = step
         assert min(ages) >= 0 and most >= max(ages) > 0
         time.sleep(0.02)
@@ -177,7 +180,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
 
 def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
     source = Source(dull=0)
-    with ahead(source, ahead=3) as batches:
+    with ahead(source, max_staleness=3) as batches:
         batches.take(1)
         # of steps 1 to 4: version 0 is 3 updates older there
         wait_for(lambda: len(source.added) == 4 * 8)
@@ -193,7 +196,7 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
 
 def test_an_update_waits_for_what_is_being_written_and_refills_wait_for_the_update() -> None:
     source = Source(dull=0.6)
-    with ahead(source, in_flight=InFlight.finish) as batches:
+    with ahead(source, in_flight=InFlight.drain) as batches:
         begin_and_hold(source, batches)
         updated = threading.Event()
 

@@ -1,10 +1,10 @@
 """Batches in the order of steps, collected when requested, or by a thread ahead of the learner
-(`rollout.ahead`); and the gate that holds new prompts back during an update of the sampler.
+(`rollout.max_staleness`); and the gate that holds new prompts back during an update of the sampler.
 
-With `rollout.ahead: k` a thread collects the next k batches while the learner works. The batch of
+With `rollout.max_staleness: k` a thread collects the next k batches while the learner works. The batch of
 step s is begun once the learner has requested that of step s - k, and not before the sampler serves
 a policy that is at most k updates older than the one that step s starts from. With
-`rollout.in_flight: finish` an update waits for the responses that are being written, and no prompt
+`rollout.in_flight: drain` an update waits for the responses that are being written, and no prompt
 is added until it is over.
 
 A batch is taken complete and in order: no response is left out for being long, and each prompt is
@@ -26,7 +26,7 @@ LOOK_S = 0.2  # the longest that a wait goes on without a look whether it still 
 
 
 class SyncBatches:
-    """`rollout.ahead: 0`: sampler and learner take turns."""
+    """`rollout.max_staleness: 0`: sampler and learner take turns."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -60,7 +60,7 @@ class Gate:
         self.changed = threading.Condition()
         self.stopped = False
         self._answers = answers
-        self._closes = rollout.in_flight is InFlight.finish
+        self._closes = rollout.in_flight is InFlight.drain
         self._open = 0
         self._closed = False
 
@@ -156,7 +156,7 @@ class AsyncBatches:
         self._gate = gate
         self._last = last
         self._served = served
-        self._most = rollout.ahead
+        self._most = rollout.max_staleness
         self._changed = gate.changed
         self._ready: deque[Collected] = deque()
         self._requested = 0  # steps
