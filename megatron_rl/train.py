@@ -19,7 +19,6 @@ from megatron_rl.batch import Batch, Share
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config import schema
-from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import Config
 from megatron_rl.driver import Driver
 from megatron_rl.learner.device import enable_expandable_segments
@@ -28,6 +27,7 @@ from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.router_replay import check as check_replay
 from megatron_rl.learner.profile import dump_on_oom
 from megatron_rl.learner.state import LearnerState
+from megatron_rl.loss.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.models.model import Model
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout_correction.estimates import learner_reward

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
-from megatron_rl.config.prox_pass import DRAWS
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.policy import RANDOM, Policy
+from megatron_rl.loss.prox_pass import DRAWS
 from megatron_rl.models.tensors import read_tensors, write_tensors
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money

@@ -17,7 +17,6 @@ from test_loss import CONFIGS, example
 
 from megatron_rl.batch import Batch, Share
 from megatron_rl.config.correction_rules import check_objective
-from megatron_rl.config.prox_pass import prox_readers
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -30,6 +29,7 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
+from megatron_rl.loss.prox_pass import prox_readers
 from megatron_rl.rollout_correction.correction import correct
 from megatron_rl.step import CorrectedBatch
 

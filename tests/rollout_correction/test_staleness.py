@@ -13,7 +13,6 @@ import torch
 from matrices import batch_of
 
 from megatron_rl.batch import Batch, Share
-from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (
     AdvantageConfig,
     CorrectionConfig,
@@ -22,6 +21,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
+from megatron_rl.loss.prox_pass import of_the_whole_batch
 from megatron_rl.rollout_correction.correction import correct, without_stale
 
 

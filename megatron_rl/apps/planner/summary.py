@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler
-from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import Config, Forward, LearnerSection
 from megatron_rl.learner.modules import limits
+from megatron_rl.loss.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.checks import Checked

@@ -11,9 +11,9 @@ from megatron_rl.apps.planner.memory.engine import utilization
 from megatron_rl.apps.planner.memory.learner import BF16, GRADIENT, held, replicas
 from megatron_rl.apps.planner.passes import GIGA, TERA
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, Sleep, Transport
 from megatron_rl.learner.modules.costs import operations
+from megatron_rl.loss.prox_pass import makes_prox_pass
 from megatron_rl.models.mapping import parameters
 
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at
