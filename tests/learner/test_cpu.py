@@ -104,7 +104,7 @@ from megatron_rl.config.schema import LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 
-model_module.host = SimpleNamespace(ON_CPU=False)
+model_module.cpu = SimpleNamespace(ON_CPU=False)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group, (pairs, halves) = dist.group.WORLD, json.loads(sys.argv[1])
 try:
