@@ -151,7 +151,7 @@ def ahead(
     sync: schema.SyncSection,
     sampler: schema.SamplerSection,
 ) -> Iterator[str]:
-    """ResponseSource older than the policy are corrected for, and there is always one that may be
+    """Responses older than the policy are corrected for, and there is always one that may be
     begun.
     """
     key = f"rollout.max_staleness: {rollout.max_staleness}"

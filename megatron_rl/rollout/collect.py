@@ -269,7 +269,7 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def grouped(scored: Sequence[Scored]) -> list[Group]:
-    """ResponseSource to one prompt are neighbours."""
+    """Responses to one prompt are neighbours."""
     return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
 
 

@@ -106,7 +106,7 @@ class GenerationHandle:
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Rollouts of all prompts, group by group, from an GenerationHandle or its like, which is closed
+    """Rollouts of all prompts, group by group, from a GenerationHandle or its like, which is closed
     at the end.
     """
     groups: list[list[Rollout]] = []

@@ -57,7 +57,7 @@ def scores(
     asked: LogprobRequest,
     held: bool,
 ) -> LogprobOutput:
-    """LogprobOutput of a pack's response tokens, as `asked` specifies.
+    """Scores of a pack's response tokens, as `asked` specifies.
 
     `weight_VH` replaces the layer's own weight; `held`: all logits are made at once.
     """
@@ -91,7 +91,7 @@ def scores(
 
 
 def everyones(found: LogprobOutput, pack: Pack) -> LogprobOutput:
-    """LogprobOutput of all response tokens of a pack, on each rank that shares it."""
+    """Scores of all response tokens of a pack, on each rank that shares it."""
     if pack.held_N is None:
         return found
     entropy_N = found.entropy_N

@@ -99,7 +99,7 @@ def make_learner(options: argparse.Namespace) -> Any:
 
 
 def targets_of(bench: Any, batch: Any) -> Any:
-    """UpdateInputs of an update of the recipe: reference logprobs, no anchor."""
+    """Inputs of an update of the recipe: reference logprobs, no anchor."""
     import torch
 
     logprobs_N = torch.full(batch.mask_N.shape, LOGPROB)
