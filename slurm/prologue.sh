@@ -6,7 +6,7 @@
 
 set -euo pipefail
 
-# What the job is asked is kept from here on, and told to the ranks once they are there.
+# Signals to the job are kept from here on, and forwarded to the ranks once these run.
 asked="" limit="" by_hand=""
 trap 'asked=${asked:-USR1} limit=1' USR1
 trap 'asked=INT by_hand=1' TERM INT
@@ -151,7 +151,7 @@ srun "${srun_flags[@]}" --job-name=learner --kill-on-bad-exit=1 --nodelist="$(jo
   train "$RECIPE" "${overrides[@]}" --ranks slurm &
 step=$!
 
-# `wait` returns early when a trap has run. There is nobody to tell before the step runs: try until it does.
+# `wait` returns early when a trap has run. No process can receive the signal before the step runs: retry until it does.
 while kill -0 "$step" 2>/dev/null; do
   if [[ -n $asked ]]; then
     learner=$(step_named learner)

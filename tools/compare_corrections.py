@@ -63,7 +63,7 @@ with leaving_at_once():
 
 INTERRUPTED = 130
 DOCS = Path("docs")
-FIRST = Path("recipes/first_comparison.yaml")  # for whoever names none
+FIRST = Path("recipes/first_comparison.yaml")  # the default grid
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 

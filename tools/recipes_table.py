@@ -40,8 +40,8 @@ megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
 how each part was proven.
 """
 GRIDS = (
-    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for whoever compares "
-    "corrections first;\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: "
+    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for a first "
+    "comparison of corrections;\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: "
     "[docs/evidence.md](../docs/evidence.md);\n[one_arithmetic.yaml](one_arithmetic.yaml) one of "
     "the quickstart: [docs/one_arithmetic.md](../docs/one_arithmetic.md).\n"
 )

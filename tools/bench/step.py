@@ -295,7 +295,7 @@ def be_rank(run_dir: Path) -> None:
 
 
 class Side:
-    """A process that takes a step when it is told to."""
+    """Process that takes a step on request."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process

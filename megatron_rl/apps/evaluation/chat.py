@@ -225,6 +225,6 @@ class ToolChat:
             raise Unanswered(f"{error}; {AGAIN}") from None
 
     def close(self) -> None:
-        self.pool.close()  # first: whatever a tool still does ends at once
+        self.pool.close()  # first, so that running tools are terminated
         self._engines.close()
         self._loop.stop()

@@ -29,11 +29,11 @@ WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says. Lengths are shares of their limits in the recipe; efficiencies are of
-    the maker's peak.
+    """Assumptions of an estimate. Lengths are fractions of the recipe's limits; efficiencies are
+    fractions of the vendor's peak.
     """
 
-    response: float = 0.4  # mean length of an answer
+    response: float = 0.4  # mean response length
     prompt: float = 0.25
     longest: float = 1.0  # of a step's answers: the longest
     turns: float = 3.0  # of a session, at most environment.max_turns

@@ -81,7 +81,7 @@ class Memory:
 
 
 def planned(case: Case) -> list[Memory]:
-    """Of each kind of GPU, or of a process on a host."""
+    """Return the planned memory of each kind of GPU, or of a process on a CPU-only machine."""
     learner = _of_learner(case)
     engine = _of_engine(case)
     both = {moment: {**learner[moment], **engine[moment]} for moment in MOMENTS}

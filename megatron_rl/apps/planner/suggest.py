@@ -114,7 +114,7 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 
 def refused(config: Config, machine: Machine) -> list[str]:
-    """What a dry run would say against it, but for a key that is made for the run."""
+    """Return the problems of a dry run, except a missing server key, which a run generates."""
     found = [line for line in check(config) if KEY_VARIABLE not in line]
     return found + checks.problems(config, on=machine)
 

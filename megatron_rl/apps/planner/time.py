@@ -159,12 +159,12 @@ def _link(case: Case, ranks: int) -> float:
 
 
 def rolling_out(case: Case) -> Sampling:
-    """Prompts once for all their answers, answers as many at a time as fit, and the longest alone
-    at the end.
+    """Estimate the time of a rollout: prefill once per prompt, decode as many responses as fit,
+    and the longest one alone at the end.
 
-    Of sessions what turns add is prefilled, too, with prefixes kept. Tools take time where nothing
-    else is left to sample: at the end, and wherever no more sessions are open than could be
-    decoded.
+    In conversations the tokens that each turn adds are prefilled too, with a prefix cache. Tools
+    take time only where nothing else is left to sample: at the end, and while the engine could
+    decode more conversations than are open.
     """
     config = case.config
     gpu = case.gpu

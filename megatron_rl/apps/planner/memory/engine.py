@@ -140,7 +140,7 @@ def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:
 
 
 def _step(model: Model, sampler: SamplerSection, longest: int) -> float:
-    """What vLLM's profiling run finds: a layer's widest results, and FP32 logits twice."""
+    """Estimate the peak of vLLM's profiling run: a layer's widest outputs and two FP32 logits."""
     tokens = int(sampler.vllm.get("max_num_batched_tokens") or max(longest, BATCHED))
     shape = model.shape
     width = 3 * (chosen(model) * shape.expert_ffn if shape.experts else shape.ffn)
