@@ -92,7 +92,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export PYTHONUNBUFFERED=1
 
-# Is each node what the recipe needs? The first one says which is not, and why; what a node lacks may be its own fault.
+# Checks that each node fits the recipe. The first node reports the ones that do not, with the reason; what a node lacks may be its own fault.
 starts=$((${SLURM_RESTART_COUNT:-0} + 1))
 job_says() { scontrol -o show job "$SLURM_JOB_ID" | sed "s/.* $1=\([^ ]*\).*/\1/"; }
 queue_again() {  # WHY [NODES to leave out]

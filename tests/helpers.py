@@ -167,7 +167,7 @@ def typed(place: Path, line: str) -> str:
     return done.stdout
 
 
-# what puts a one-node recipe that learns and samples in turns on four GPUs and four
+# overrides that put a colocated one-node recipe on four GPUs and four
 APART = (
     "sampler.tensor_parallel=4",
     'sampler.devices="4,5,6,7"',

@@ -118,7 +118,7 @@ def quickstart(
             )
         )
 
-    print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
+    print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the responses")
     status = run(warm)
     # it was asked to
     if status or read_status(warm.run.folder).get("state") == "stopped":

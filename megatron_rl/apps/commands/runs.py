@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     for parser in (report, status, watch):
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
 
-    about = "what a run can go on from, and whether it is whole"
+    about = "list and verify the checkpoints of a run"
     kept = command(commands, "checkpoints", _checkpoints, about)
     about = "other corrections on the batches that a run recorded"
     replay = command(commands, "replay", _replay, about)

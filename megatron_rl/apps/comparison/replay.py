@@ -39,7 +39,7 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     files = recorded_steps(run.rollouts)
     if not files:
         raise ConfigError(
-            f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded"
+            f"{run.rollouts}: no recorded steps; log.record_every sets which steps are recorded"
         )
     problems: list[str] = []
     recorded = []

@@ -144,7 +144,7 @@ class Source:
 
 
 def find(given: str, hf: Path | None = None) -> Source:
-    """`given`: a folder, or RUN@STEP. ConfigError and CheckpointError say what is wrong with it."""
+    """`given`: a folder, or RUN@STEP. Raises ConfigError or CheckpointError if it is unusable."""
     path = Path(given)
     at = AT_STEP.fullmatch(given)
     if at is not None and not path.exists():

@@ -283,4 +283,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a thread may wait for a file system that never answers
+    os._exit(status)  # a thread may wait for an unresponsive file system

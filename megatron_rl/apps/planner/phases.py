@@ -93,7 +93,7 @@ def planned(case: Case) -> list[Memory]:
 
 
 def _of_learner(case: Case) -> dict[str, dict[str, float]]:
-    """Memory by phase of a GPU that works for the learner alone, or of a rank on a host."""
+    """Memory by phase of a GPU that works for the learner alone, or of a rank on CPUs."""
     memory = case.heaviest
     model = case.model
     runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * _communicators(model.layout)}

@@ -27,7 +27,7 @@ from megatron_rl.tracking.status import known_status
 LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
-# row of a chart -> the lanes that stand in it; the learner's rollout phase is its wait for answers
+# chart row -> its lanes; the learner's rollout phase is its wait for responses
 ROWS = {
     "sampler": ("sampler",),
     "rewards": ("rewards",),

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import LearnerSection
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
-LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
+LONGEST_PROMPT = 2048  # where only the sum of prompt and response is given
 
 
 def derive(values: Values, accounts: Accounts) -> None:

@@ -69,7 +69,7 @@ def layout(values: Values, accounts: Accounts) -> None:
     apart = ahead or values.get("=shared") is False
     if not own and apart:
         own = values.get("=sampler_engines", 0) * engine
-    if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
+    if values.get("=shared") and not ahead:  # asynchronous engines have their own GPUs
         own = 0
     elif not own and ahead:
         accounts.lacks(

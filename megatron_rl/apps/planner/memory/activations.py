@@ -24,7 +24,7 @@ from megatron_rl.models.model import Model
 FP32 = 4
 INT64 = 8
 BOOL = 1
-SHORT = 384  # on hosts attention is in FP32 up to this length: learner/modules/layers.py
+SHORT = 384  # on CPUs attention is in FP32 up to this length: learner/modules/layers.py
 # what megatron-core recomputes where `recompute_modules` names nothing else
 SELECTIVE = ("core_attn",)
 Parts = Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Bytes of a vLLM engine on one GPU, or on a host: weights, runtime, cache, what stays asleep; and
+"""Bytes of a vLLM engine on one GPU or CPU: weights, runtime, cache, what stays asleep; and
 its cache's tokens.
 
 As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker
@@ -108,7 +108,7 @@ def of_engine(
     capacity: float | None,
     host: bool,
 ) -> EngineMemory:
-    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known,
+    """`longest`: tokens of a prompt with its response. `capacity`: bytes of a GPU; None: not known,
     and no cache.
     """
     shape = model.shape
