@@ -12,7 +12,7 @@ work=$(mktemp -d /tmp/megatron-rl-slurm-XXXXXX)
 chmod 755 "$work"
 pids=()
 declare -A daemons=()  # process ids of the nodes' daemons
-# The daemons live in sessions of their own: Ctrl-C ends them only after the jobs, which nobody could end without them.
+# The daemons live in sessions of their own: Ctrl-C ends them only after the jobs, which need them to terminate.
 end_cluster() {
   trap '' INT TERM HUP
   if [[ ${SLURM_CONF:-} == "$work/slurm.conf" ]]; then  # this cluster's jobs, and not another's

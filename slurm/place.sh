@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Sourced in the repository's folder by whatever runs as a job: the site's lines, its modules and secrets, and how a command
-# is run where Python lives.
-# shellcheck disable=SC2034  # what stands here is for who sources it
+# Sourced by job scripts in the repository's folder: the site's settings, its modules and secrets, and how a command is run
+# in the Python environment.
+# shellcheck disable=SC2034  # used by the scripts that source this file
 
 source slurm/site.env
 source slurm/network.env
@@ -10,7 +10,7 @@ if [[ -n $SITE_SECRETS ]]; then set -a; source "$SITE_SECRETS"; set +a; fi
 if [[ -n $SITE_MODULES ]]; then read -r -a modules <<<"$SITE_MODULES"; module load "${modules[@]}"; fi
 
 # How a command is run on the nodes: with flags of srun, or inside of another command; `here`: how on this one.
-# --overlap: on a pretended cluster, and where the learner leaves cores of its nodes, steps share what is not used
+# --overlap: on a simulated cluster, and where the learner leaves cores of its nodes free, steps share the unused ones
 srun_flags=(--overlap) inside=() here=()
 case ${SITE_CONTAINER:+$SITE_CONTAINER_TOOL} in
   '')

@@ -6,7 +6,7 @@
 
 set -euo pipefail
 
-# What the job is asked is kept from here on, and told to the ranks once they are there.
+# Signals to the job are kept from here on, and forwarded to the ranks once these run.
 asked="" limit="" by_hand=""
 trap 'asked=${asked:-USR1} limit=1' USR1
 trap 'asked=INT by_hand=1' TERM INT
@@ -92,7 +92,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export PYTHONUNBUFFERED=1
 
-# Is each node what the recipe needs? The first one says which is not, and why; what a node lacks may be its own fault.
+# Checks that each node fits the recipe. The first node reports the ones that do not, with the reason; what a node lacks may be its own fault.
 starts=$((${SLURM_RESTART_COUNT:-0} + 1))
 job_says() { scontrol -o show job "$SLURM_JOB_ID" | sed "s/.* $1=\([^ ]*\).*/\1/"; }
 queue_again() {  # WHY [NODES to leave out]
@@ -151,7 +151,7 @@ srun "${srun_flags[@]}" --job-name=learner --kill-on-bad-exit=1 --nodelist="$(jo
   train "$RECIPE" "${overrides[@]}" --ranks slurm &
 step=$!
 
-# `wait` returns early when a trap has run. There is nobody to tell before the step runs: try until it does.
+# `wait` returns early when a trap has run. No process can receive the signal before the step runs: retry until it does.
 while kill -0 "$step" 2>/dev/null; do
   if [[ -n $asked ]]; then
     learner=$(step_named learner)

@@ -5,7 +5,7 @@
 #   REHEARSE_EVENT=rank slurm/rehearse.sh slurm/dapo_int8.sbatch recipes/quickstart.yaml checkpoint.every=2
 # REHEARSE_EVENT, after REHEARSE_AFTER steps (2): usr1, scancel, requeue, limit (the time limit comes near), rank, server,
 # daemon (the last node's, which comes back). REHEARSE_SPARE: nodes that the job does not ask for.
-# Needs Debian's slurm-wlm and munge, and root. Everything it starts and writes is gone when it ends.
+# Needs Debian's slurm-wlm and munge, and root. It terminates and removes everything that it starts and writes.
 set -euo pipefail
 
 script=${1:?usage: slurm/rehearse.sh SCRIPT [RECIPE [key=value ...]]}

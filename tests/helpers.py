@@ -81,7 +81,7 @@ def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 40
 
 
 def http_status(port: int, key: str, path: str = "/health", method: str = "GET") -> int:
-    """Of an answer; with an empty key nothing is said of one."""
+    """Return the status of a response; with an empty key no Authorization header is sent."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", headers=headers, method=method
@@ -111,7 +111,7 @@ def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
 
 @contextmanager
 def file_system(path: Path, size: str) -> Iterator[Path]:
-    """One of its own that is soon full; an ordinary folder where none can be made."""
+    """Mount a small tmpfs at `path`; an ordinary folder where mounting is not permitted."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
@@ -167,7 +167,7 @@ def typed(place: Path, line: str) -> str:
     return done.stdout
 
 
-# what puts a one-node recipe that learns and samples in turns on four GPUs and four
+# overrides that put a colocated one-node recipe on four GPUs and four
 APART = (
     "sampler.tensor_parallel=4",
     'sampler.devices="4,5,6,7"',

@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-smi, of a node that is only pretended."""
+"""Mocked nvidia-smi of a mocked node."""
 
 import sys
 from pathlib import Path

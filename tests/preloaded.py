@@ -4,8 +4,8 @@ megatron.
 A fresh engine spends 14 seconds of a core on imports and one on everything else. The session owns
 one parent of each kind, for all of its workers; a parent imports at its first request, makes no
 thread pool and no process group, and only ever forks. Each fork runs a program as `python` would,
-with its own arguments, environment and streams, and ends with whoever asked for it. Tests of the
-start itself, and of what a user types, start real interpreters instead.
+with its own arguments, environment and streams, and ends with the process that requested it. Tests
+of the start itself, and of the command line, start real interpreters instead.
 
 `python preloaded.py KIND SOCKET_FD` is a parent.
 """
@@ -126,17 +126,17 @@ class Process:
         self.pid = int(self._line.recv(LONGEST) or _refuse(kind))
 
     def poll(self) -> int | None:
-        if self.returncode is None and self._told(0):
+        if self.returncode is None and self._readable(0):
             self.returncode = int(self._line.recv(LONGEST) or -signal.SIGKILL)
             self._line.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not self._told(timeout):
+        if self.returncode is None and not self._readable(timeout):
             raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout or 0)
         return self.poll()
 
-    def _told(self, timeout: float | None) -> bool:
+    def _readable(self, timeout: float | None) -> bool:
         waits = select.poll()  # select knows no file beyond the 1,023rd
         waits.register(self._line, select.POLLIN)
         return bool(waits.poll(None if timeout is None else 1000 * timeout))
@@ -291,7 +291,9 @@ def serve(kind: str, door: socket.socket) -> None:
 
 
 def keep(line: socket.socket) -> None:
-    """Start the program of one request, tell its end, and end it when whoever asked is gone."""
+    """Start the program of one request, report its exit status, and kill it when the requester is
+    gone.
+    """
     content, received, _, _ = socket.recv_fds(line, LONGEST, 16)
     request = json.loads(content)
     child = os.fork()
@@ -324,7 +326,7 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    # whoever asked is no parent of this process, whose keeper looks after that
+    # the requester is not the parent of this process; the keeper ends it instead
     megatron_rl.processes.process.die_with_parent = lambda *_, **__: None
     words = request["arguments"]
     here = os.getcwd() if words[0] == "-m" else str(Path(words[0]).parent)

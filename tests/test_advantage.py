@@ -41,7 +41,7 @@ def by_hand(estimator: str, rewards: list[float], own: float) -> float:
 @pytest.mark.parametrize("estimator", GROUPED)
 @pytest.mark.parametrize("keep_N", [EVERYONE, SURVIVORS], ids=["all", "survivors"])
 def test_groups_by_hand(estimator: Estimator, keep_N: torch.Tensor) -> None:
-    """Whatever a rejected row earned is without influence."""
+    """The reward of a rejected row has no influence."""
     expected = [0.0] * 8
     for group in (5, 2):
         members = ((group == GROUPS) & keep_N).nonzero().flatten()
@@ -133,7 +133,7 @@ def test_overlong_penalty() -> None:
 def session_batch(
     rewards: list[float], rows: list[int], credit: list[list[float]] | None = None
 ) -> Batch:
-    """One group: `rows` branches of each session, three tokens each."""
+    """Return one group: `rows` branches of each session, three tokens each."""
     samples = [sample for sample, count in enumerate(rows) for _ in range(count)]
     return batch_of(
         torch.ones(len(samples), 3),
@@ -206,7 +206,7 @@ def test_turns_of_equal_rewards_have_nothing_to_be_scaled_by():
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
-def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
+def test_a_turn_is_scaled_as_its_group_under_any_rules(rebaseline):
     batch = session_batch(
         [0.0, 1.0, 1.0, 20.0],
         [1] * 4,

@@ -90,7 +90,7 @@ print(json.dumps(works))
 
 
 def copied(folder: Path) -> Path:
-    """What examples are tried in: they edit it, and write files there."""
+    """Copy the tree for examples that edit it and write files there."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder

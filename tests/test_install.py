@@ -1,6 +1,4 @@
-"""What installs and starts the GPU set: facts about its files that no machine without a GPU would
-notice.
-"""
+"""Files that install and start the GPU packages: facts that a CPU-only machine would not notice."""
 
 import os
 import re
@@ -25,16 +23,16 @@ def test_cuda_s_bindings_are_of_one_release() -> None:
 
 @pytest.mark.parametrize("extra", ["gpu", "gpu,dev", "cpu"])
 @pytest.mark.parametrize("release", [(3, 10), (3, 11), (3, 13)])
-def test_an_interpreter_without_the_set_is_told_so(
+def test_an_interpreter_without_the_packages_is_an_error(
     extra: str, release: tuple[int, int], tmp_path: Path
 ) -> None:
     if extra == "cpu" and release == (3, 11):
         pytest.skip("has it")
-    pretended = tmp_path / "python"
+    python = tmp_path / "python"
     code = f"import sys; sys.version_info = (*{release}, 1); exec(sys.argv[1])"
-    pretended.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
-    pretended.chmod(0o755)
-    environment = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": str(pretended)}
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": str(python)}
     done = subprocess.run(
         ["bash", "tools/install.sh", extra],
         cwd=ROOT,
@@ -48,7 +46,7 @@ def test_an_interpreter_without_the_set_is_told_so(
     assert not (tmp_path / "venv").exists()
 
 
-def test_srun_is_told_how_many_cores_a_task_has() -> None:
+def test_srun_gets_the_number_of_cores_of_a_task() -> None:
     """Since 22.05 it does not take that over from sbatch."""
     text = (ROOT / "slurm" / "prologue.sh").read_text().replace("\\\n", " ")
     starts = re.findall(r"^ *srun .*", text, re.M)

@@ -48,7 +48,7 @@ def test_a_program_that_takes_too_long_is_ended_and_shown() -> None:
         run("torch", sleeps, timeout=5)  # is to be missed
 
 
-def test_it_ends_with_whoever_asked_for_it() -> None:
+def test_it_ends_with_its_requester() -> None:
     text = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     asker = "import sys; from preloaded import Process; Process('torch', sys.argv[1:], start_new_session=True).wait()"
     command = program(asker, *program(text))

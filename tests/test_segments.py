@@ -101,7 +101,7 @@ def test_turns_may_come_back(table: tuple[list[list[float]], list[list[int]]]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_long_row_loses_nothing(dtype: torch.dtype) -> None:
-    """One after the other in float32, a million values of 0.1 are off by a thousandth."""
+    """A sequential float32 sum of a million values of 0.1 is off by a thousandth."""
     values_N = torch.full((1_000_000,), 0.1, dtype=dtype)
     rows = Segments.rows(torch.tensor([1_000_000]), 1_000_000)
     exact = torch.tensor([float(values_N[0]) * 1_000_000], dtype=torch.float64).to(dtype)

@@ -36,12 +36,12 @@ log: {{record_every: 0}}
 Done = tuple[float, str]
 
 
-def told(owner: Any, name: str) -> None:
-    """The call is printed once it has returned."""
+def print_calls(owner: Any, name: str) -> None:
+    """Print each call after it has returned."""
     true = getattr(owner, name)
 
     @wraps(true)
-    def telling(*args: Any, **named: Any) -> Any:
+    def printed(*args: Any, **named: Any) -> Any:
         answer = true(*args, **named)
         what = [str(one) for one in args if isinstance(one, int | list)]
         print(
@@ -52,7 +52,7 @@ def told(owner: Any, name: str) -> None:
         )
         return answer
 
-    setattr(owner, name, telling)
+    setattr(owner, name, printed)
 
 
 def main(recipe: Path, run_dir: Path) -> None:
@@ -61,9 +61,9 @@ def main(recipe: Path, run_dir: Path) -> None:
     from megatron_rl.sampler.sampler import Sampler
 
     for name in ("launch", "sleep", "wake", "finish_weight_update", "generate"):
-        told(Sampler, name)
-    told(parallel, "_device")
-    told(policy, "build")
+        print_calls(Sampler, name)
+    print_calls(parallel, "_device")
+    print_calls(policy, "build")
     config = load(recipe)
     train.train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
 

@@ -166,7 +166,7 @@ def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given
 def test_a_driver_that_cannot_begin_closes_its_record(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torn checkpoint, say."""
+    """For example because of an incomplete checkpoint."""
     config = load("mine.yaml")
     monkeypatch.setattr(driver, "SaveSchedule", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Runs one recipe under several corrections, one after the other, and says which is best beyond the
+"""Run one recipe under several corrections in sequence, and report which is best beyond the
 noise of the seeds.
 
     python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
@@ -63,7 +63,7 @@ with leaving_at_once():
 
 INTERRUPTED = 130
 DOCS = Path("docs")
-FIRST = Path("recipes/first_comparison.yaml")  # for whoever names none
+FIRST = Path("recipes/first_comparison.yaml")  # the default grid
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 
@@ -168,7 +168,7 @@ def arguments_of(
 def is_done(
     experiment: Experiment, arguments: Sequence[str], options: argparse.Namespace, ours: bool
 ) -> bool:
-    """Return True if a run that may go on has finished; raise where its folder is taken."""
+    """Return True if a resumable run has finished; raise where its folder is taken."""
     given = [word.partition("=")[2] for word in arguments if word.startswith("run.if_exists=")]
     if_exists = next((one for one in IfExists if given and one == given[-1]), IfExists.refuse)
     path = options.root / experiment.name
@@ -186,7 +186,7 @@ def is_done(
 
 
 def _loaded(arguments: Sequence[str]) -> Config | None:
-    """None for what cannot be loaded: `mistakes` says why."""
+    """Return None for a recipe that cannot be loaded; the reason is in `mistakes`."""
     try:
         return load(arguments[0], arguments[1:])
     except ConfigError:
@@ -391,7 +391,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """`first`: overrides below all others. The runs of a grid go on where they stand."""
+    """`first`: overrides below all others. The runs of a grid resume."""
     if not options.recipe.is_file():
         parser.error(f"recipe {options.recipe} does not exist")
     if grids.is_grid(options.recipe):

@@ -73,7 +73,7 @@ two_steps() {  # RECIPE NAME [KEY=VALUE ...]: with a small random model of its f
   fi
 }
 
-# What a node in turns is made of, one thing more each time: what sleeps, what makes room, what hands weights over.
+# Parts of a colocated node, one more each time: engine sleep, learner offload, weight handover.
 turns() {
   local one=recipes/grpo-qwen3_0.6b-1n1g-int8.yaml
   two_steps "$one" turns_kept sampler.sleep=offload

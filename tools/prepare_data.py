@@ -66,7 +66,7 @@ _KEPT = (
 
 
 class Unusable(ValueError):
-    """A row that has no question or no answer; the message says what it has."""
+    """A row that has no question or no answer; the message names its columns."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
 how each part was proven.
 """
 GRIDS = (
-    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for whoever compares "
-    "corrections first;\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: "
+    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for a first "
+    "comparison of corrections;\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: "
     "[docs/evidence.md](../docs/evidence.md);\n[one_arithmetic.yaml](one_arithmetic.yaml) one of "
     "the quickstart: [docs/one_arithmetic.md](../docs/one_arithmetic.md).\n"
 )
@@ -81,11 +81,11 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     )
     servers = f"{sampler.engines} servers of " if uses_servers(sampler) else ""
     if sampler.sleep != Sleep.none:
-        shared = ", in turns with the learner"
+        shared = ", colocated"
     else:
         shared = ""
     shared += (
-        f", up to {config.rollout.max_staleness} ahead" if config.rollout.max_staleness else ""
+        f", staleness up to {config.rollout.max_staleness}" if config.rollout.max_staleness else ""
     )
     fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
     said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)

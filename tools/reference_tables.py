@@ -46,7 +46,7 @@ def config() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "*For whoever writes a recipe, or asks what a line of one does.*",
+        "*For authors and readers of recipes.*",
         "",
         "Every key of a recipe: what it takes, what it is unless it is set, a value that it may "
         "have, what it does.",
@@ -82,7 +82,7 @@ def metrics() -> str:
     lines = [
         "# Metrics",
         "",
-        "*For whoever reads a curve and asks what it is.*",
+        "*For readers of a run's curves.*",
         "",
         "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is "
         "generated from the table",
@@ -135,7 +135,7 @@ def _bounds(rule: Rule) -> str:
 
 COMING_FROM = """# Coming from another project
 
-*For whoever has a recipe of verl, slime, OpenRLHF, NeMo-RL, SkyRL, AReaL, TRL or prime-rl.*
+*For users with a recipe of verl, slime, OpenRLHF, NeMo-RL, SkyRL, AReaL, TRL or prime-rl.*
 
 ```sh
 megatron-rl translate verl run_qwen3_8b_megatron.sh -o recipes/mine.yaml

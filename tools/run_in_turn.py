@@ -89,7 +89,7 @@ class Runner:
         return outcomes
 
     def log_of(self, name: str) -> Path | None:
-        """Log of a child of several; one alone speaks to whoever started this process."""
+        """Return the log of one of several children; a single child inherits this stdout."""
         if self.at_once > 1:
             return self._logs / f"{name}.log"
         return None

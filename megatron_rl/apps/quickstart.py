@@ -118,7 +118,7 @@ def quickstart(
             )
         )
 
-    print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
+    print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the responses")
     status = run(warm)
     # it was asked to
     if status or read_status(warm.run.folder).get("state") == "stopped":
@@ -134,9 +134,8 @@ def quickstart(
 
 
 def fitting(machine: Machine, overrides: Sequence[str] = ()) -> list[str]:
-    """What the recipes leave open: on GPUs the engine lives beside the learner's ranks, of which
-    there may be one; on hosts that lack instructions, what is fastest without them. A sampler that
-    is asked for stays as it is.
+    """Return overrides that fit the recipes to a machine: tensor parallelism and memory share of
+    a colocated engine on GPUs, the fastest supported kernels on CPUs. A requested sampler is kept.
     """
     if not machine.gpus:
         own = any(override.startswith("sampler") for override in overrides)

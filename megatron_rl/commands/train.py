@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--explain",
         metavar="KEY",
-        help="say what a key is here, who has set it, what else it could be",
+        help="show a key's meaning, value, source and choices",
     )
     train.add_argument(
         "--dry-run", action="store_true", help="check everything, print the plan, write nothing"
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="start at most N times: a run that fails goes on by itself",
+        help="start at most N times: a failed run resumes from its last checkpoint",
     )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one tensor with valid checksums, whatever their content."""
+"""Checkpoints of one tensor with valid checksums and arbitrary content."""
 
 from __future__ import annotations
 

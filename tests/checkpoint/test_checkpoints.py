@@ -281,7 +281,7 @@ def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
         ("optim.min_lr", 0.0, False),  # and what stands for it there
     ],
 )
-def test_a_changed_recipe_is_told_key_by_key(
+def test_a_changed_recipe_is_reported_key_by_key(
     tmp_path: Path, key: str, value: object, refused: bool
 ) -> None:
     recorded = tmp_path / "config.yaml"
@@ -308,7 +308,7 @@ def test_a_changed_recipe_is_told_key_by_key(
         ("targets", ["q_proj"]),
     ],
 )
-def test_adapters_stay_as_they_are_whatever_is_allowed(
+def test_lora_adapters_cannot_change_even_if_allowed(
     tmp_path: Path, key: str, value: object
 ) -> None:
     (tmp_path / "config.yaml").write_text(write_yaml(CONFIG))

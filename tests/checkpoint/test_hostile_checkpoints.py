@@ -154,16 +154,16 @@ BAD: dict[str, Callable[[Path], None]] = {
     "beyond the files",
 )
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, command: Command) -> None:
+def test_a_bad_checkpoint_is_reported_and_skipped(run: Path, name: str, command: Command) -> None:
     save(run / "checkpoints", 4, BAD[name])
     Path("secret").write_text("secret")
     tracemalloc.start()
-    told = command("checkpoints", run).splitlines()
+    lines = command("checkpoints", run).splitlines()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(told) >= 3
-    assert any("torn: " in line for line in told)
-    assert told[-1].rstrip().endswith("whole")
+    assert len(lines) >= 3
+    assert any("incomplete: " in line for line in lines)
+    assert lines[-1].rstrip().endswith("whole")
     assert peak < 64 << 20
     _, said = open_run(run, IfExists.resume, YAML)
     assert "checkpoint of step 4" in said
@@ -206,7 +206,7 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8))
     assert not Path(EVIDENCE).exists()
     choice = random.Random(1)
-    for _ in range(300):  # whatever is damaged: the same values, other values, or a ValueError
+    for _ in range(300):  # any damage yields the same values, other values, or a ValueError
         content = bytearray(whole)
         for _ in range(choice.randrange(1, 4)):
             content[choice.randrange(len(content))] = choice.randrange(256)

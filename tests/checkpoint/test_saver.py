@@ -50,7 +50,7 @@ def test_megatron_core_reads_a_checkpoint(results: dict[str, Any], name: str) ->
     assert read["unsynced"] == [], (
         "the older ones are removed after it: a machine may lose its power then"
     )
-    assert len(read["modes"]) == 1  # whoever may read one of its files may read all
+    assert len(read["modes"]) == 1  # all its files have the same permissions
 
 
 @pytest.mark.fault(

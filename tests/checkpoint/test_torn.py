@@ -49,7 +49,7 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
-TORN: dict[str, list[Callable[[Path], None]]] = {
+DAMAGED: dict[str, list[Callable[[Path], None]]] = {
     "rollouts/step_10.parquet": [cut(0), cut(0.5), cut(0.99), replaced("PAR1")],
     "status.json": [cut(0), cut(0.5), replaced("[]"), folder],
     "env.json": [folder, cut(0.5), replaced("[]"), cut(0)],
@@ -69,16 +69,16 @@ LINES += ["[" * 100_000, "[1]", "null", "", "\x00", "\xff"]
 
 
 @pytest.mark.fault(
-    "files of a run's folder are torn or something else",
+    "files of a run's folder are incomplete or of another type",
     "the report shows the rest, and names them",
 )
 @pytest.mark.parametrize("number", range(4))
-def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> None:
-    for name, tears in TORN.items():
-        tears[number](run / name)
+def test_a_report_of_an_incomplete_folder(run: Path, command: Command, number: int) -> None:
+    for name, damages in DAMAGED.items():
+        damages[number](run / name)
     said = command("report", run)
     html = (run / "report.html").read_text()
-    for name in TORN:
+    for name in DAMAGED:
         assert all(Path(name).name in text.partition("ot readable")[2] for text in (said, html)), (
             name,
             said,
@@ -93,13 +93,13 @@ def test_odd_lines_are_counted(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     shutil.copy(whole / "metrics.jsonl", path)
     added("\n".join(LINES) + "\n")(path)
-    lines, torn = read_lines(path)
-    assert torn == len(LINES)
+    lines, incomplete = read_lines(path)
+    assert incomplete == len(LINES)
     assert repr(lines) == repr(read_metrics(whole / "metrics.jsonl"))
 
 
-@pytest.mark.fault("a recorded step is torn", "replay uses the others, and names it")
-def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
+@pytest.mark.fault("a recorded step is incomplete", "replay uses the others, and names it")
+def test_a_replay_of_an_incomplete_folder(run: Path, command: Command) -> None:
     cut(0.5)(run / "rollouts" / "step_10.parquet")
     replay = ("replay", run, "--corrections", "none")
     said = command(*replay)
@@ -112,7 +112,7 @@ def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
 
 
 @pytest.mark.fault(
-    "somebody looks for prompt and truth of a recorded answer", "both stand beside it"
+    "a recorded response is looked up", "its prompt and ground truth are recorded with it"
 )
 def test_prompt_and_truth_are_recorded(tmp_path: Path) -> None:
     recorder = start(tmp_path / "run", steps=1)

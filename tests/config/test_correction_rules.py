@@ -198,7 +198,7 @@ PARAMS = {
     ("name", "key", "value"), [(name, *one) for name, given in PARAMS.items() for one in given]
 )
 def test_parameters_that_are_refused(name: str, key: str, value: object) -> None:
-    """Of the wrong type, out of bounds, or not of this loss."""
+    """Parameters of the wrong type, out of bounds, or of another loss are refused."""
     (found,) = check_loss(LossConfig(name=name, params={key: value}))  # type: ignore[arg-type]
     assert re.match(rf"loss\.params\.{key}(:| is )", found)
 

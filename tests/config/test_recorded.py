@@ -1,4 +1,4 @@
-"""Keys that went: recipes that name one are told the way out, recorded runs go on without it."""
+"""Removed keys: an error with a hint in a recipe, ignored in a recorded run."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def recorded(folder: Path, **sections: dict[str, object]) -> Path:
     return folder / "config.yaml"
 
 
-def test_a_recipe_is_told_the_way_out(folder: Path) -> None:
+def test_a_recipe_with_a_removed_key_gets_a_hint(folder: Path) -> None:
     assert not REMOVED.keys() & set(all_keys())
     for key, removed in REMOVED.items():
         said = refusal(load, folder / "mine.yaml", [f"{key}=1"])
@@ -35,7 +35,7 @@ def test_a_recipe_is_told_the_way_out(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, one in REMOVED.items() if one.default is not ANY])
-def test_a_run_goes_on_without_a_key_at_its_default_alone(key: str) -> None:
+def test_a_run_resumes_without_a_removed_key_only_at_its_default(key: str) -> None:
     section, _, name = key.rpartition(".")
     mapping: dict = {}
     inner = mapping

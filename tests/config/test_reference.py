@@ -44,9 +44,9 @@ def test_every_key_is_there_and_says_what_it_does() -> None:
     assert [one.name for one in ENTRIES if len(one.about.split()) < 2] == []
     assert not [one.name for one in ENTRIES if not one.takes or not one.example]
     assert all(
-        verifier in told
+        verifier in about
         for verifier in VERIFIERS
-        for told in (one.told for one in ENTRIES if one.name == "reward.name")
+        for about in (one.told for one in ENTRIES if one.name == "reward.name")
     )
 
 
@@ -62,8 +62,8 @@ def test_its_example_and_its_default_are_taken(entry) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_who_set_a_key_last_has_set_what_it_is(path: Path) -> None:
-    """Of every key of every shipped recipe: what the sources say is what merging made."""
+def test_the_last_source_of_a_key_has_its_value(path: Path) -> None:
+    """Sources and merged values agree for every key of every shipped recipe."""
     overrides = ["correction=adaptive", "optim.lr=3e-3", "learner.megatron.fp8=null"]
     values = flat(load(path, overrides))
     by = sources(path, overrides)

@@ -49,7 +49,7 @@ def test_the_same_files_each_time(folder: Path, tmp_path: Path) -> None:
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_nobody_s_own_rows_are_written_over(tmp_path: Path) -> None:
+def test_existing_rows_are_not_overwritten(tmp_path: Path) -> None:
     for own in ("train.jsonl", "model/config.json"):
         path = tmp_path / own.replace("/", "-") / own
         path.parent.mkdir(parents=True)

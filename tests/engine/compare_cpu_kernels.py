@@ -1,7 +1,7 @@
-"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, where the
-learner's layers differ from them, and which attention is chosen.
+"""Print as JSON the distance of the CPU kernels from the vLLM kernels that they replace, the
+differences to the learner's layers, and the attention that is chosen.
 
-A process of its own: vLLM changes the threads and settings of whoever imports it.
+Runs in a separate process: vLLM changes the threads and settings of the process that imports it.
 """
 
 import json

@@ -28,7 +28,7 @@ PROMPT = list(range(40))
 
 
 class Router(torch.nn.Module):
-    """As vLLM wants whatever tells it of choices to be (RoutedExpertsCaptureSource)."""
+    """Router that implements vLLM's RoutedExpertsCaptureSource."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ class Device:
             read += part
             if drawn:
                 request.append_output_token_ids(len(sample.token_ids))
-                told = self.scheduler.take_output(request, out)
+                routed = self.scheduler.take_output(request, out)
                 new = [request.output_token_ids[-1]]
                 sample.take(
-                    SimpleNamespace(new_token_ids=new, new_logprobs=None, routed_experts=told), 0
+                    SimpleNamespace(new_token_ids=new, new_logprobs=None, routed_experts=routed), 0
                 )
         self.scheduler.request_finished(request)
         return torch.cat(chosen).numpy(), sample
@@ -108,15 +108,15 @@ class Device:
         return pending.process_output()
 
 
-def _told(sample: Sample) -> list[Any]:
-    told_SLK = sample.told_experts()
-    assert told_SLK is not None
-    return told_SLK.tolist()
+def _reported(sample: Sample) -> list[Any]:
+    experts_SLK = sample.told_experts()
+    assert experts_SLK is not None
+    return experts_SLK.tolist()
 
 
 def main() -> None:
-    """Answers as told and as chosen: to a prompt read in parts of no block's size, behind a cached
-    prefix, at once.
+    """Compare reported and chosen experts for a prompt that is prefilled in chunks smaller than a
+    block, after a cached prefix, and at once.
     """
     # alone, outside of a forward pass
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
@@ -133,7 +133,10 @@ def main() -> None:
     device.worker.close()
     print(
         json.dumps(
-            {"chosen": chosen, "told": [_told(sample) for sample in (in_parts, behind, at_once)]}
+            {
+                "chosen": chosen,
+                "reported": [_reported(sample) for sample in (in_parts, behind, at_once)],
+            }
         )
     )
 

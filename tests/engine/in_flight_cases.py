@@ -37,7 +37,7 @@ def end(engine: Engine, steps: int = 60) -> dict[int, Answer]:
 
 
 def answers_to(engine: Engine, numbers: list[int]) -> list[Answer]:
-    """Those of one question, which nobody else asks beside."""
+    """Return the responses to these requests; no others may be open."""
     found = end(engine)
     assert sorted(found) == numbers
     return [found[number] for number in numbers]

@@ -54,35 +54,37 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
     assert stack in case["unwritten"]
     assert "unwritten" in case["unwritten"]
     assert case["changed"] == ["", True], (
-        "what was checked is what is loaded, whatever becomes of the files"
+        "the verified bytes are loaded even if the files change afterwards"
     )
     assert case["healed"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> None:
+def test_the_engine_reports_the_experts_that_its_routers_choose(family: str, found: dict) -> None:
     """Compare with transformers' routers with the same weights in BF16; close choices may differ."""
     case = found[family]
     assert case["unmoved"], "watching changes no answer"
-    told = [sorted(experts) for tokens in case["routes"] for layers in tokens for experts in layers]
+    reported = [
+        sorted(experts) for tokens in case["routes"] for layers in tokens for experts in layers
+    ]
     other = [
         sorted(experts)
         for tokens in case["other routes"]
         for layers in tokens
         for experts in layers
     ]
-    assert len(told) == len(other) >= 90
-    assert sum(map(list.__ne__, told, other)) <= 0.1 * len(told)
-    assert len(set(map(tuple, told))) > 3
+    assert len(reported) == len(other) >= 90
+    assert sum(map(list.__ne__, reported, other)) <= 0.1 * len(reported)
+    assert len(set(map(tuple, reported))) > 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_answers_come_with_the_experts_of_every_token_read(family: str, found: dict) -> None:
-    """As the engine chooses them for the whole of it at once, which sums in another order."""
+    """Compare with a prefill of the whole sequence at once, which sums in another order."""
     first, cached = found[family]["kept"]
-    for told in (first, cached):
-        assert told["answers"] == 7 and told["read"] > 200
-        assert told["differ"] <= 0.01 * told["read"]
+    for case in (first, cached):
+        assert case["answers"] == 7 and case["read"] > 200
+        assert case["differ"] <= 0.01 * case["read"]
     assert cached["prefilled"] < first["prefilled"], "a prefix was read before"
 
 

@@ -19,13 +19,13 @@ CASES = [
     (7, [7, 3, 9], [0.0, -INF, -INF], [7]),
     # all are finite: there may be more that tie with the last one
     (9, [7, 3, 9], [-1.0, -1.0, -1.1], None),
-    (4, [7, 3, 9], [-1.0, -1.0, -1.0], None),  # drawn among ties that were not told
+    (4, [7, 3, 9], [-1.0, -1.0, -1.0], None),  # drawn among ties that were not reported
     (4, [7, 3, 9], [-1.0, -INF, -INF], None),  # an engine that contradicts itself
 ]
 
 
-def output(tokens: list[int], told: tuple[np.ndarray, np.ndarray] | None) -> SimpleNamespace:
-    named = told and SimpleNamespace(logprob_token_ids=told[0], logprobs=told[1])
+def output(tokens: list[int], candidates: tuple[np.ndarray, np.ndarray] | None) -> SimpleNamespace:
+    named = candidates and SimpleNamespace(logprob_token_ids=candidates[0], logprobs=candidates[1])
     return SimpleNamespace(new_token_ids=tokens, new_logprobs=named, routed_experts=None)
 
 
@@ -65,8 +65,9 @@ def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(
     steps: Any, logprobs: list[float]
 ) -> None:
     sample = Sample(5, 0, {})
-    for tokens, told in steps:
-        sample.take(output(tokens, told and (np.array(told[0]), np.array(told[1]))), 3)
+    for tokens, reported in steps:
+        candidates = reported and (np.array(reported[0]), np.array(reported[1]))
+        sample.take(output(tokens, candidates), 3)
     found = sample.completed("stop", 4)
     written = [token for tokens, _ in steps for token in tokens]
     assert list(found.token_ids) == written

@@ -29,7 +29,7 @@ def test_dummy_weights_are_of_any_version():
     assert Readiness().refusal() is None
 
 
-def test_an_engine_that_never_slept_is_awake_whatever_it_is_told_of():
+def test_an_engine_that_never_slept_stays_awake_after_wake():
     ready = served()
     ready.begin_update()  # it starts again while the others wake
     ready.wake(TAGS)

@@ -1,4 +1,4 @@
-"""Requests of several lines and one engine: whoever has asked gets the answer, and nobody else."""
+"""Requests of several connections to one engine: each reply goes to its sender only."""
 
 import threading
 from typing import Any
@@ -23,8 +23,8 @@ class Line:
 
 
 class Engine:
-    """Finishes its samples in the second step after they came, the last one first; ends where it
-    is told to.
+    """Engine that finishes samples in the second step after their arrival, last first; fails on
+    request.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_togeth
     assert other.replies == {7: "sample 3", 9: "open: 3"}, "numbers are each line's own"
 
 
-def test_whoever_hangs_up_is_worked_for_no_longer(service):
+def test_samples_of_a_closed_connection_are_cancelled(service):
     one = Line()
     other = Line()
     service.ask(one, [sample(7, 1)])
@@ -125,7 +125,7 @@ def test_whoever_hangs_up_is_worked_for_no_longer(service):
 
 
 @pytest.mark.fault(
-    "a request that fails in an engine", "its caller is told; its neighbours are answered"
+    "a request that fails in an engine", "its sender gets the error; other requests complete"
 )
 def test_one_failure_spoils_no_neighbour(service):
     line = Line()

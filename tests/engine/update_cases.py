@@ -59,7 +59,7 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
             case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
         )
     found["unwritten"] = case.update_wrongly(engine, drop(victim))
-    case.version += 1  # a torn engine wants a newer version
+    case.version += 1  # an incompletely loaded engine requires a newer version
     found["changed"] = case.update_wrongly(engine, change_files(case)), answers(engine) == first
     found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
     if case.hf["model_type"] == "mixtral":

@@ -33,7 +33,7 @@ class ScriptedPolicy:
         self.version = self.policy_version = 0
         self.pause_s = 0.0
         self.pauses: list[float] = []  # of the next requests, in their order
-        self.together = 0  # nobody is answered before so many have been open at once
+        self.together = 0  # no response before this many requests are open at once
         self.backwards = 0  # so many requests are answered last first
 
     def turns(self, params: SamplingParams, *, patient: bool) -> ScriptedPolicy:

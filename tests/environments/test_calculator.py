@@ -28,7 +28,7 @@ def test_it_calculates_as_python_does(expression: str) -> None:
 
 
 @given(st.text(max_size=MOST_CHARACTERS + 10))
-def test_whatever_it_is_given_it_answers_with_a_number_or_says_why_not(expression: str) -> None:
+def test_any_expression_returns_a_number_or_an_error(expression: str) -> None:
     with suppress(ValueError):
         int(calculate(expression))
 

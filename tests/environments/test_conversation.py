@@ -108,7 +108,7 @@ def test_answers_are_closed_as_the_template_closes_them(
     assert text in talk.tokenizer.decode_all(talk.asked[1][0])
 
 
-def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
+def test_a_response_with_unusual_tokenization_is_not_retokenized(
     tokenizers: dict[str, FolderTokenizer],
 ) -> None:
     for name in ("appends", "drops thinking"):
@@ -205,7 +205,7 @@ def test_a_conversation_may_have_thousands_of_turns() -> None:
     assert turn.tokens[-3:] == [2998, 7, 2999] and len(turn.tokens) == 5999
 
 
-def test_templates_are_told_apart(tmp_path: Path) -> None:
+def test_templates_are_distinguished(tmp_path: Path) -> None:
     from megatron_rl.environments.templates import behaviour
 
     tool = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

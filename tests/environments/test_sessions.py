@@ -89,7 +89,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: str) -> None:
-    said, told = MISTAKES[mistake]
+    said, reply = MISTAKES[mistake]
 
     def says(text: str, seed: int) -> str:
         return "42" if "<|im_start|>tool" in text else said
@@ -97,7 +97,7 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
     limit_s = 2.0 if mistake == "it hangs" else 60.0
     with Played(tmp_path, says, response=2048, context=16384, tool_timeout_s=limit_s) as played:
         ((rollout,),) = played.play()
-        assert told in played.text(rollout)
+        assert reply in played.text(rollout)
         assert (rollout.session.reward, rollout.session.error) == (1.0, None)
         counts = rollout.session.counts
         assert counts.get("observations_cut", 0) == (mistake == "it floods")
@@ -298,7 +298,7 @@ def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
     assert (rollout.session.end, len(rollout.session.turns)) == ("length", 1)
 
 
-def test_closing_ends_whoever_waits_for_sessions(tmp_path: Path) -> None:
+def test_closing_ends_calls_that_wait_for_sessions(tmp_path: Path) -> None:
     with Played(tmp_path, counting, tool_timeout_s=600.0) as played:
         answering = played.sessions.answering(played.params, seed=1)
         row = {"prompt": "Hm?", "answer": "42", "how": "hangs"}

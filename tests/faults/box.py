@@ -19,7 +19,7 @@ from helpers import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 MEGATRON_RL = (sys.executable, "-m", "megatron_rl.cli")
-PATIENCE_S = 600.0  # for whatever a run does next
+PATIENCE_S = 600.0  # timeout for the next event of a run
 SMALL = (  # a step in a second, once the engines run
     "rollout.prompts_per_step=16",
     "rollout.samples_per_prompt=4",

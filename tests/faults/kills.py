@@ -159,7 +159,7 @@ def repeated(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def whole(box: Box, most: int = 2) -> None:
-    """Of a run that goes on: each prompt drawn once, and nothing older than it may be."""
+    """Check a resumed run: each prompt is drawn once, and no rollout exceeds the staleness."""
     assert not too_old(box.run, most)
     assert not miscounted(box.run, len((box.run / "ledger.jsonl").read_text().splitlines()))
 

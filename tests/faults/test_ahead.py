@@ -24,7 +24,7 @@ AHEAD = (
 )
 def test_a_killed_engine(box: Box) -> None:
     box.begin(*AHEAD, recipe="quickstart_fleet.yaml", steps=4)
-    for wait_s in (0.0, 0.3):  # wherever in a step that is
+    for wait_s in (0.0, 0.3):  # at any point of a step
         time.sleep(wait_s)
         box.processes("megatron_rl.engine.child")[0].kill()
         box.goes_on(5)

@@ -177,7 +177,7 @@ def test_a_full_disk(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "five whole runs are started at once under one name", "one runs to its end, the others are told"
+    "five whole runs are started at once under one name", "one runs to its end, the others fail"
 )
 def test_five_starts_at_once(box: Box) -> None:
     starts = []

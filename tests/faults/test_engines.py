@@ -1,4 +1,4 @@
-"""One of an engine's two workers dies in mid-update."""
+"""Crash of one of an engine's two workers during an update."""
 
 import os
 from pathlib import Path

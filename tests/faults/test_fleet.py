@@ -79,7 +79,7 @@ def served(box: Box) -> Path:
     return box.folder / "serve.log"
 
 
-@pytest.mark.fault("whoever started `serve` is killed", "the server ends and leaves nothing")
+@pytest.mark.fault("the parent of `serve` is killed", "the server ends and leaves nothing")
 def test_a_server_ends_with_its_starter(box: Box) -> None:
     starter, _ = serve(box)
     mine = box.processes()

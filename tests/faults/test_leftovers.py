@@ -59,7 +59,8 @@ def test_a_clean_end_of_a_fleet(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "kill -9 of the launcher in mid-run", "nobody lives on, and the next start clears the folders"
+    "kill -9 of the launcher in mid-run",
+    "no process survives, and the next start clears the folders",
 )
 def test_a_killed_launcher(box: Box) -> None:
     box.begin(steps=2).kill()

@@ -1,5 +1,4 @@
-"""The batch scripts on pretended nodes, and what happens to jobs: each run ends as one that was
-left alone.
+"""Batch scripts on simulated nodes with interrupted jobs: each run ends like an undisturbed one.
 
 `make rehearse`; a case takes two to four minutes on two cores.
 """

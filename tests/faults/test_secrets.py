@@ -33,8 +33,8 @@ def holders(folder: Path) -> list[str]:
     return found
 
 
-def told(process: psutil.Process) -> tuple[bool, set[str]]:
-    """Canary among a process's arguments, and the names of the keys in its environment."""
+def exposed(process: psutil.Process) -> tuple[bool, set[str]]:
+    """Return if the canary is in a process's arguments, and its environment keys with the canary."""
     return CANARY in " ".join(process.cmdline()), {
         name for name, value in process.environ().items() if value.startswith(CANARY)
     }
@@ -57,7 +57,7 @@ def test_keys_stay_where_they_are(box: Box) -> None:
     seen: dict[str, set[str]] = {}
     for one in {*box.processes(), *psutil.Process(process.pid).children(recursive=True)}:
         try:
-            shown, keys = told(one)
+            shown, keys = exposed(one)
         except psutil.NoSuchProcess:
             continue
         assert not shown, one.cmdline()

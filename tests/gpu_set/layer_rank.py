@@ -1,8 +1,7 @@
-"""One learner rank with Transformer Engine's layers and no GPU: `python layer_rank.py RANK RANKS
+"""Learner rank with Transformer Engine's layers and no GPU: `python layer_rank.py RANK RANKS
 STORE` prints JSON.
 
-Weights lie in host memory; what is looked at is how the model, its optimizer and its sync are put
-together.
+Weights are in CPU memory; the structure of the model, its optimizer and its sync is checked.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""A GPU as torch and vLLM would describe it, on a machine without one. Nothing can be computed
-there.
-"""
+"""Mocked GPU for torch and vLLM on a CPU-only machine. No kernel can run on it."""
 
 import ctypes
 import functools
@@ -61,7 +59,7 @@ class Device:
     minor: int
     total_memory: int
     multi_processor_count: int = 132
-    uuid: str = "GPU-pretended"
+    uuid: str = "GPU-mocked"
     warp_size: int = 32
 
     @property
@@ -75,9 +73,7 @@ B200 = Device("NVIDIA B200", 10, 0, 180 << 30, multi_processor_count=148)
 
 @functools.cache
 def load_driver() -> str:
-    """A driver for what links against one; where there is none, one that answers "no device". Its
-    library.
-    """
+    """Load the CUDA driver, or a stub that returns "no device"; return its library."""
     try:
         ctypes.CDLL(STUB.name)
         return STUB.name
@@ -90,7 +86,7 @@ def load_driver() -> str:
 
 
 def environment(*helpers: Path) -> dict[str, str]:
-    """For a process that needs the driver from its first import on."""
+    """Return the environment of a process that needs the driver from its first import on."""
     return {
         **os.environ,
         "LD_PRELOAD": load_driver(),
@@ -99,7 +95,7 @@ def environment(*helpers: Path) -> dict[str, str]:
 
 
 def _compile() -> None:
-    """From C: every function of the driver that the set's libraries name without bringing it."""
+    """Compile a C stub of every driver function that the installed libraries reference."""
     places = [find_spec(name) for name in ("nccl", "transformer_engine", "vllm")]
     folders = [
         folder for place in places if place for folder in place.submodule_search_locations or ()
@@ -120,7 +116,7 @@ def _compile() -> None:
 
 
 def pretend(patch: pytest.MonkeyPatch, device: Device, count: int = 8) -> None:
-    """torch.cuda answers as if `count` such devices were here."""
+    """Patch torch.cuda to report `count` such devices."""
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "device_count": lambda: count,
@@ -135,7 +131,7 @@ def pretend(patch: pytest.MonkeyPatch, device: Device, count: int = 8) -> None:
 
 
 def tensors_on_host(patch: pytest.MonkeyPatch) -> None:
-    """What asks for a tensor on the device gets one in host memory."""
+    """Create tensors in CPU memory where a CUDA device is requested."""
 
     def placed(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(constructor)

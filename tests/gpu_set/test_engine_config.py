@@ -1,6 +1,4 @@
-"""What vLLM makes of every recipe's engine, on a pretended H100 and B200: nothing is computed, all
-is decided.
-"""
+"""vLLM's engine configuration of every recipe on a mocked H100 and B200. No kernel runs."""
 
 import json
 import shutil

@@ -23,7 +23,7 @@ FAMILIES = ("qwen3", "qwen2", "qwen3_moe")
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     count = request.param
     helpers = (HERE.parents[1], HERE, HERE.parent / "learner", HERE.parent)

@@ -1,5 +1,5 @@
 """New weights in the layouts of vLLM's CUDA kernels: its own processing and this project's reload,
-on host memory under a pretended H100. No kernel runs; what they would read is compared.
+in CPU memory under a mocked H100. No kernel runs; the kernels' inputs are compared.
 """
 
 import json
@@ -178,7 +178,7 @@ def test_weights_arrive_where_the_kernels_read_them(
 
 
 def _compare(at: Engine, drawn: dict[str, torch.Tensor], format: Format) -> None:
-    """One layer's weights as its kernel would multiply with them."""
+    """Compare one layer's weights as its kernel would read them."""
     layer = at.model.model.layers[1].self_attn.o_proj
     weight = layer.weight.float()
     scale = getattr(layer, "weight_scale", None)

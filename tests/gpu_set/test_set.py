@@ -1,5 +1,5 @@
-"""What lies in the environment: the versions of the lock, one owner of every file, names that parts
-ask of others.
+"""GPU environment: locked versions, one owner per file, and names that packages import from
+others.
 """
 
 import ast
@@ -105,9 +105,7 @@ def test_every_name_that_megatron_core_asks_of_transformer_engine() -> None:
 
 
 def test_attention_of_ranks_that_share_sequences() -> None:
-    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is
-    context.py's.
-    """
+    """Check megatron-core's arguments to Transformer Engine, and the chunk order of context.py."""
     attention = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention"
     )
@@ -124,10 +122,8 @@ def test_attention_of_ranks_that_share_sequences() -> None:
     assert order.tolist() == [0, 3, 1, 2]
 
 
-def test_the_engine_on_hosts_is_the_engine_on_gpus(tmp_path: Path) -> None:
-    """What the tests of hosts cover of the receiver is the same code: the wheels differ in these
-    Python files alone.
-    """
+def test_cpu_and_gpu_wheels_share_the_receiver(tmp_path: Path) -> None:
+    """CPU tests cover the receiver of GPUs: the two wheels differ in these Python files only."""
     from importlib.util import find_spec
 
     pin = next(

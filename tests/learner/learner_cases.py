@@ -141,7 +141,7 @@ def make_batch(rows: int = 14) -> Batch:
 
 
 def tokens_of(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """Of each row, prompt and response."""
+    """Return the tokens of each row, prompt and response."""
     return batch.tokens_P.long().split(batch.lengths_B.tolist())
 
 

@@ -511,7 +511,7 @@ def main() -> None:
         if job.get("kind") == "refused":
             results[job["name"]] = refused(job)
             continue
-        if "poisoned" in job:  # what nobody has written is NaN
+        if "poisoned" in job:  # unwritten entries are NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True
         with on_device() if job.get("on_device") else nullcontext(), at_a_time(job.get("columns")):

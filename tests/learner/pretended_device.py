@@ -39,9 +39,9 @@ _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 # where the device's values are found or put by indices, which may lie anywhere
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _BYTES = (Tensor.numpy, Tensor.__array__)
-# by name of a group of megatron-core's: whether it is for devices, or for hosts
+# by name of a megatron-core group: true for device tensors, false for CPU tensors
 _speaks: dict[str, bool] = {}
-_on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
+_on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to CPU memory without a synchronization yet
 
 
 def lies_there(tensor: Tensor) -> bool:

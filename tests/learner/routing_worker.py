@@ -60,7 +60,7 @@ def _half_of_the_layers(replay: RouterReplay) -> None:
         router.get_replay_topk = _own
 
 
-FAULTS = {  # of the replay; others are of what it is told
+FAULTS = {  # faults of the replay; others corrupt its input
     "wrong_layer": _wrong_layer,
     "recompute": _own_when_recomputed,
     "layers": _half_of_the_layers,

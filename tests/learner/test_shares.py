@@ -47,7 +47,7 @@ def test_passes_and_updates_are_those_of_a_batch_on_every_rank(found: Fields, na
         assert case["apart"] == everywhere
     driver, *others = case["collected"]
     assert len(driver) > 5 and all(driver)
-    assert not any(others), "only the driver is told"
+    assert not any(others), "only the driver receives them"
 
 
 @pytest.mark.parametrize("name", SHARED)

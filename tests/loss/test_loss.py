@@ -572,7 +572,7 @@ class TestCovariance:
 
     def test_rounding_never_decides(self) -> None:
         """Equal advantages have zero covariance, up to rounding: the tokens are drawn by the seed,
-        whatever the padding.
+        independent of the padding.
         """
         prox_BT = (
             -torch.rand(

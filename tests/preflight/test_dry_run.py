@@ -22,7 +22,7 @@ MOE = {
 
 
 def one_says(found: str, words: list[str]) -> None:
-    """Of several mistakes, one has all of these words."""
+    """Assert that one line of the errors has all of these words."""
     assert any(all(word in line for word in words) for line in found.splitlines()), found
 
 

@@ -63,7 +63,7 @@ def test_experts_of_a_layer_are_quantized_together(entry):
         assert "one kernel" in found
 
 
-def test_experts_are_told_on_gpus_from_the_prefix_cache():
+def test_routed_experts_require_the_prefix_cache_on_gpus():
     config = Config(
         sampler=SamplerSection(vllm={"enable_prefix_caching": False}),
         learner=LearnerSection(router=Router.replay),

@@ -83,8 +83,8 @@ def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("wanted", "gpus"), [(Device.auto, 0), (Device.cpu, 8)])
-def test_the_gpu_set_has_no_engine_for_hosts(wanted: Device, gpus: int, node) -> None:
-    """On a login node, or told to leave the GPUs alone: said at once, with the ways out."""
+def test_the_gpu_set_has_no_cpu_engine(wanted: Device, gpus: int, node) -> None:
+    """`auto` without GPUs, and `cpu` on a GPU node, are errors with a hint."""
     node(gpus)
     with pytest.raises(ConfigError, match=r"--on 1x8xH100-80.*EXTRA=cpu"):
         detect(wanted)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program imports: exit status 130 and no traceback, whatever was being imported."""
+"""Ctrl-C while a program imports: exit status 130 and no traceback, at any import."""
 
 import subprocess
 import sys

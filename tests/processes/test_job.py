@@ -1,6 +1,4 @@
-"""The kernel's count of processes that it has ended for their memory: read where it is, 0 where
-nobody counts.
-"""
+"""The kernel's count of out-of-memory kills: 0 where the kernel has no counter."""
 
 import os
 from pathlib import Path

@@ -19,7 +19,7 @@ def failing_import() -> None:
     raise ImportError
 
 
-def test_the_usual_pace_comes_back_whatever_happens() -> None:
+def test_the_usual_pace_is_restored_after_any_exit() -> None:
     usual = gc.get_threshold()
     gc.set_threshold(701, 11, 12)
     try:

@@ -118,7 +118,7 @@ def many_switches():
 
 
 @pytest.mark.usefixtures("many_switches")
-def test_whoever_calls_an_event_loop_while_it_is_stopped_gets_an_answer_or_its_error() -> None:
+def test_a_call_to_a_stopping_event_loop_returns_a_result_or_an_error() -> None:
     """Every moment in which a call can come is met by some of so many."""
 
     async def one() -> int:
@@ -143,7 +143,7 @@ def test_whoever_calls_an_event_loop_while_it_is_stopped_gets_an_answer_or_its_e
                 caller.result(60)
 
 
-def test_whoever_waits_for_what_cannot_be_cancelled_hears_of_the_loop_s_end(
+def test_a_wait_for_an_uncancellable_task_ends_with_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threads, "SHUT_S", 0.2)

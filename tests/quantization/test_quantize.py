@@ -129,10 +129,8 @@ def test_which_parameters_are_quantized():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_is_told_what_the_sender_quantizes(family):
-    """vLLM quantizes every linear layer that it is not told to leave: a matrix is one or the
-    other.
-    """
+def test_engine_config_lists_the_layers_that_the_sender_quantizes(family):
+    """vLLM quantizes every linear layer that is not ignored: a matrix is one or the other."""
     ignored = quantization_config(Format.int8, ["re:.*o_proj"])["ignore"]
     for param in params(ModelShape.from_hf(hf_config(family))):
         for name, shape in param.sizes.items():

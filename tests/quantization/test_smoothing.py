@@ -206,7 +206,7 @@ def test_scales_are_powers_of_two_around_the_median() -> None:
     ]
     assert scales(activations, weights, 0.5).tolist() == wanted
     assert scales(activations * 0, weights, 0.5).tolist() == [1.0] * 10
-    # a function-preserving outlier is undone, whatever alpha
+    # a function-preserving outlier is undone at any alpha
     outlier = torch.tensor([1.0, 1.0, 64.0, 1.0])
     for alpha in (0.3, 0.5, 0.8):
         assert scales(3 * outlier, 5 / outlier, alpha).tolist() == outlier.tolist()

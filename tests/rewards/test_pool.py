@@ -254,10 +254,10 @@ def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> N
 
 
 def test_a_reward_that_always_hangs_ends_the_run() -> None:
-    told = r"reward\.timeout_s: 3[0-2] of the last"
+    message = r"reward\.timeout_s: 3[0-2] of the last"
     with (
         started("odd_rewards:by_word", 0.05, workers=2) as pool,
-        pytest.raises(RewardsHang, match=told),
+        pytest.raises(RewardsHang, match=message),
     ):
         scored(pool, *[({}, "sleep")] * 4096)
 
@@ -285,9 +285,7 @@ def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
     assert [score.reward for score in scored(odd, ({}, "6"), ({}, "7"))] == [6, 7]
 
 
-@pytest.mark.fault(
-    "a reward worker is killed by somebody", "the answer it was at is judged by the next one"
-)
+@pytest.mark.fault("a reward worker is killed", "its response is scored by the next worker")
 def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) -> None:
     process = odd._workers[0]._process
     assert process is not None

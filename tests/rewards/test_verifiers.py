@@ -46,7 +46,7 @@ def test_math_verify_judges_as_the_library() -> None:  # all of them: tests/faul
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math_dapo", "math_verify"])
-def test_a_truncated_answer_is_wrong_whatever_stands_last(name: str) -> None:
+def test_a_truncated_response_is_always_wrong(name: str) -> None:
     said = "34" if name == "exact_match" else "Answer: 34"
     assert verdict(name, "34", said) == Verdict.right
     assert verdict(name, "34", said, "length") == Verdict.wrong

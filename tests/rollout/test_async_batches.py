@@ -166,7 +166,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
             assert found.ordinals[0] == drawn_to
             drawn_to = found.ordinals[1]
             assert {one.rollout.group for one in found.scored} <= set(range(*found.ordinals))
-            if step == 1:  # whoever is slow: the next one is begun before this update
+            if step == 1:  # in either order of speed, the next batch is begun before this update
                 wait_for(lambda to=drawn_to: source.added[-1][0] >= to)
             time.sleep(chance.random() * 0.004)
             with batches.updating():

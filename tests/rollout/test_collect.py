@@ -133,7 +133,7 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
 
 
-def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> None:
+def test_a_session_is_scored_by_its_last_response_however_this_branch_ended() -> None:
     turns = [SessionTurn(finish_reason="length", tokens=3), SessionTurn(tokens=2)]
     for end, expected in (("done", "stop"), ("length", "length")):
         session = Session(turns, rows=2, end=end, answer="42")

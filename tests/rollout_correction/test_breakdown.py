@@ -262,8 +262,8 @@ def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
         lines = [
             " ".join(line.split()) for line in session_table([load_recorded(path)]).splitlines()
         ]
-        (told,) = [line for line in lines if line.startswith(f"{by} ") and "-5.00e-01" in line]
-        assert told.startswith(f"{by} {label} ")
+        (row,) = [line for line in lines if line.startswith(f"{by} ") and "-5.00e-01" in line]
+        assert row.startswith(f"{by} {label} ")
 
         metrics = mismatch_in_sessions(prox_N, Share.alone(batch))
         assert unknown(metrics) == []

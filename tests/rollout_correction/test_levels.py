@@ -126,7 +126,7 @@ def test_budgets(level: str) -> None:
 
 
 def test_sixty_turns_have_sixty_weights() -> None:
-    """One row's product is all but lost where a turn's, and a token's, is near 1."""
+    """The weight of a row is near 0 where those of its turns and tokens are near 1."""
     d_BT = torch.full((1, 3000), -9.4e-4)
     turns_BT = (torch.arange(3000) // 50)[None]
     for level, tokens in (("token", 1), ("turn", 50), ("sequence", 3000)):
@@ -137,7 +137,7 @@ def test_sixty_turns_have_sixty_weights() -> None:
 
 
 def by(level: str, config: CorrectionConfig) -> CorrectionConfig:
-    """The same correction, all of it at one level."""
+    """Return the correction with every rule at one level."""
     product = config.weight.aggregate if level in ("sequence", "turn") else "product"
     weight = replace(config.weight, level=level, aggregate=Aggregate(product))
     rules = [

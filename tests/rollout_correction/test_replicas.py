@@ -137,7 +137,7 @@ def shared(batch: Batch, replicas: Threads) -> Share:
 
 
 def measured(count: int, config: CorrectionConfig, estimator: Estimator) -> list[dict[str, Any]]:
-    """What each replica finds; its tokens in the order of the whole batch's."""
+    """Return the results of each replica, with tokens in the order of the whole batch."""
     batch, prox_N = sessions()
     replicas = Threads(count)
 

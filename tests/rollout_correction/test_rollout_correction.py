@@ -267,7 +267,7 @@ def test_non_finite_raise() -> None:
     prox_BT, mu_BT, mask_BT = example(9)
     config = CorrectionConfig(non_finite="raise")
     rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    prox_BT[6, 1] = math.nan  # the learner's faults are dropped whatever the policy
+    prox_BT[6, 1] = math.nan  # non-finite learner logprobs are dropped under any policy
     rollout_correction(prox_BT, mu_BT, mask_BT, config)
     mu_BT[6, 2] = math.nan
     with pytest.raises(ValueError, match=r"correction\.non_finite: raise"):

@@ -199,8 +199,8 @@ def test_no_cap_is_solved_where_the_sample_size_is_not_monotone() -> None:
 
 
 def test_products_shrink_with_length() -> None:
-    """The same mismatch per token: at 16 tokens the product keeps its sample size, at 1,024 it is
-    gone.
+    """At equal mismatch per token the product keeps its effective sample size at 16 tokens, and
+    loses it at 1,024.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = []
@@ -376,7 +376,7 @@ def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
     assert "rollout_corr/fresh/kl" not in mismatch_by_age(logprobs_N, one, version=3)
 
 
-def test_a_cap_counts_tokens_that_weigh_one_whatever_it_is() -> None:
+def test_any_cap_counts_tokens_of_weight_one() -> None:
     """Ratios 8, 1/2 and one without a logprob: (1 + c + 1/2)^2 = 0.8 x 3 (1 + c^2 + 1/4) at c =
     1.854.
     """

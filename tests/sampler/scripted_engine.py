@@ -1,5 +1,5 @@
-"""An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as
-it is told.
+"""Scripted engine: responds from a table, serves versions, and can be set to die, hang, refuse
+or return false values.
 """
 
 import asyncio
@@ -36,24 +36,24 @@ class ScriptedEngine:
     # tokens and logprobs
     table: Mapping[tuple[int, ...], Sequence[tuple[int, float]]] = field(default_factory=dict)
     once: Callable[[], bool] = lambda: True  # no answer before this holds
-    pause_s: float = 0.0  # before each answer
+    pause_s: float = 0.0  # before each response
     hangs: bool = False
     dies_at: int | None = None  # its n-th sample
     refused: tuple[int, ...] = ()  # the prompt of these tokens
-    lie: tuple[int, ...] = ()  # what it says of its tokens' versions
-    # None: it never answers
+    lie: tuple[int, ...] = ()  # reported versions of its tokens
+    # None: it never replies
     fails: dict[UpdateStep, Exception | None] = field(default_factory=dict)
     loads_first: bool = False  # a `finish` that fails has loaded the version before
     load_s: float = 0.0
-    looks: list[Look] = field(default_factory=list)  # one after the other; then it answers
+    looks: list[Look] = field(default_factory=list)  # in order; healthy afterwards
     events: list[str] = field(default_factory=list)  # may be shared
-    torn: bool = False
+    incomplete: bool = False
     asked: list[int] = field(default_factory=list)  # seeds
     working: int = 0
     most: int = 0  # samples at once
     staged: int | None = None
     stands: bool = False
-    told: dict[UpdateStep, dict[str, Any]] = field(default_factory=dict)
+    received: dict[UpdateStep, dict[str, Any]] = field(default_factory=dict)
 
     async def generate(
         self,
@@ -96,7 +96,7 @@ class ScriptedEngine:
         if step in self.fails and not (step == "finish" and self.loads_first):
             await self._fail(step)
         self.events.append(f"{self.name}: {step}")
-        self.told[step] = arguments
+        self.received[step] = arguments
         if step in ("start", "abort", "forget"):
             self.staged = None
             self.stands = False
@@ -141,7 +141,7 @@ class ScriptedEngine:
     async def status(self) -> Mapping[str, Any]:
         return {
             "policy_version": self.version,
-            "torn": self.torn,
+            "torn": self.incomplete,
             "refusal": None,
             "longest": 48,
             "cache_tokens": 20,

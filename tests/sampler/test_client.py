@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted_engine import until
-from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, sampled, told
+from told_line import (
+    NAME,
+    PARAMS,
+    SAMPLE,
+    Frames,
+    encode,
+    generate,
+    replied,
+    sampled,
+    with_replies,
+)
 
 from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler.client import engine_client as module
@@ -36,7 +46,7 @@ def lied(sample: dict[str, Any], params: SamplingParams = PARAMS) -> str:
             await generate(engine, params)
         return str(raised.value)
 
-    return told(lambda frames: replied(frames, sample), use)
+    return with_replies(lambda frames: replied(frames, sample), use)
 
 
 def ints(*values: int) -> Any:
@@ -55,11 +65,11 @@ LIES = {
     },
     "a logprob too few": {"logprobs": floats(-1)},
     "a probability above one": {"logprobs": floats(-1, 5)},
-    "candidates that nobody has asked for": {"kept_ids": ints(5, 6), "kept_counts": ints(1, 1)},
+    "candidates that were not requested": {"kept_ids": ints(5, 6), "kept_counts": ints(1, 1)},
     "a version of no token": {"versions": ints(4, 4)},
     "versions of more tokens": {"versions": ints(3, 3, 4)},
     "a version that there cannot be": {"policy_version": 1 << 31},
-    "an end that nobody knows": {"finish_reason": "<script>" * 1000},
+    "an unknown finish reason": {"finish_reason": "<script>" * 1000},
     "an array of nothing known": {"logprobs": ["Q", b"12345678"]},
     "half a number": {"logprobs": ["f", b"123"]},
     "no array": {"token_ids": ["i", [5, 1 << 40]]},
@@ -82,7 +92,7 @@ def test_what_cannot_have_been_sampled(lie: str) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.fault("a server sends garbage", "it counts as gone, by name, for whatever was asked")
+@pytest.mark.fault("a server sends garbage", "every request fails, and names it as terminated")
 @pytest.mark.parametrize(
     "content", [DEEP, encode([{"id": 1, "error": "x"}])], ids=lambda content: repr(content[:12])
 )
@@ -100,10 +110,10 @@ def test_garbage(content: bytes) -> None:
         with pytest.raises(EngineGone):
             await engine.status()
 
-    told(lambda frames: content, use)
+    with_replies(lambda frames: content, use)
 
 
-def test_what_nobody_has_asked_for_is_dropped() -> None:
+def test_replies_without_a_request_are_dropped() -> None:
     def answer(frames: Frames) -> bytes:
         number = frames[0]["id"]
         more = [
@@ -117,13 +127,13 @@ def test_what_nobody_has_asked_for_is_dropped() -> None:
         await sampled(engine)
         await sampled(engine)
 
-    told(answer, use)
+    with_replies(answer, use)
 
 
 def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> None:
     params = replace(PARAMS, candidates=3)
     kept = {"kept_ids": ints(5, 6, 7, 6), "kept_counts": ints(3, 1)}
-    one = told(
+    one = with_replies(
         lambda frames: replied(frames, SAMPLE | kept), lambda engine: generate(engine, params)
     )
     assert (list(one.kept_ids), list(one.kept_counts)) == ([5, 6, 7, 6], [3, 1])
@@ -137,17 +147,17 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
 
 
 def test_experts_are_those_of_all_tokens_that_were_read() -> None:
-    """Two of the prompt and the first of two sampled; of the last nothing was read."""
+    """Two prompt tokens and the first of two sampled tokens; the last one was not read."""
     for dtype in (np.uint8, np.int16, np.uint16):
-        told_SLK = np.arange(12, dtype=dtype).reshape(3, 2, 2)
-        sample = SAMPLE | {"experts_SLK": told_SLK}
-        one = told(lambda frames, sample=sample: replied(frames, sample), generate)
+        experts_SLK = np.arange(12, dtype=dtype).reshape(3, 2, 2)
+        sample = SAMPLE | {"experts_SLK": experts_SLK}
+        one = with_replies(lambda frames, sample=sample: replied(frames, sample), generate)
         assert one.experts_SLK.dtype == dtype
-        assert (one.experts_SLK == told_SLK).all()
-    assert "for 3 tokens" in lied(SAMPLE | {"experts_SLK": told_SLK[:2]}, PARAMS)
+        assert (one.experts_SLK == experts_SLK).all()
+    assert "for 3 tokens" in lied(SAMPLE | {"experts_SLK": experts_SLK[:2]}, PARAMS)
 
 
-def test_what_an_engine_refuses_is_no_dead_engine() -> None:
+def test_a_refused_request_does_not_terminate_the_engine() -> None:
     def refusing(kind: str) -> Callable[[Frames], bytes]:
         return lambda frames: encode(
             [{"id": frames[0]["id"], "error": {"type": kind, "message": "no: " + "x" * 9999}}]
@@ -159,12 +169,12 @@ def test_what_an_engine_refuses_is_no_dead_engine() -> None:
         ("OSError", SamplerError),
     ):
         with pytest.raises(error, match=r"no: x+$") as raised:
-            told(refusing(kind), lambda engine: engine.update("stage", update_info={}))
+            with_replies(refusing(kind), lambda engine: engine.update("stage", update_info={}))
         assert type(raised.value) is error
         assert len(str(raised.value)) < 5000
 
 
-def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told() -> None:
+def test_requests_and_cancellations_of_one_iteration_are_sent_together() -> None:
     async def use(engine: EngineClient) -> None:
         line = engine.line
         samples = [asyncio.ensure_future(generate(engine)) for _ in range(4)]
@@ -182,10 +192,10 @@ def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told
         line.received(replied(line.sent[:4]))
         await samples[3]
 
-    told(lambda frames: None, use)
+    with_replies(lambda frames: None, use)
 
 
-def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
+def test_a_request_has_everything_that_a_sample_depends_on() -> None:
     tools = ToolFormat("hermes", "[]")
     params = SamplingParams(
         3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools
@@ -206,7 +216,7 @@ def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
         assert asked["arguments"] == wanted
         assert wanted.keys() == set(Generate.__struct_fields__)
 
-    told(replied, use)
+    with_replies(replied, use)
 
 
 @pytest.fixture
@@ -236,11 +246,11 @@ def test_every_request_has_a_limit(clock: SimpleNamespace) -> None:
         with pytest.raises(NoAnswer, match=r"`start` within sampler\.start_timeout_s=0\.2"):
             await engine.start({}, 0.2)
 
-    told(lambda frames: None, use)
+    with_replies(lambda frames: None, use)
 
 
 @pytest.mark.fault(
-    "a server works off its queue, then answers nobody any more", "waited for; then it is gone"
+    "a server drains its queue, then stops replying", "waited for, then marked terminated"
 )
 def test_a_deadline_does_not_count_the_engine_s_queue(clock: SimpleNamespace) -> None:
     """It answers one request at a time, and each takes two thirds of the limit."""
@@ -259,7 +269,7 @@ def test_a_deadline_does_not_count_the_engine_s_queue(clock: SimpleNamespace) ->
         await until(lambda: len(line.sent) == 641)
         await gone(engine, last, clock)
 
-    told(lambda frames: None, use)
+    with_replies(lambda frames: None, use)
 
 
 async def gone(engine: EngineClient, last: asyncio.Future[Any], clock: SimpleNamespace) -> None:
@@ -290,7 +300,7 @@ def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace) -> None:
         with pytest.raises(NoAnswer, match="finished no answer"):
             await sample
 
-    told(lambda frames: None, use)
+    with_replies(lambda frames: None, use)
 
 
 def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
@@ -303,12 +313,12 @@ def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
         line.received(replied(line.sent))
         await first
         clock.s += 65
-        await asyncio.sleep(0.01)  # nobody waits when the deadline comes
+        await asyncio.sleep(0.01)  # no request waits at the deadline
         sample = asyncio.ensure_future(generate(engine))
         await until(lambda: len(line.sent) == 2)
         clock.s += 20
         await asyncio.sleep(0.01)
-        assert len(line.sent) == 2, "nobody has asked yet whether it writes"
+        assert len(line.sent) == 2, "no health check has been sent yet"
         await gone(engine, sample, clock)
 
-    told(lambda frames: None, use)
+    with_replies(lambda frames: None, use)

@@ -53,7 +53,7 @@ def run(
         finally:
             await dispatcher.close()
             await until(lambda: not any(one.running or one.engine.working for one in replicas))
-            assert not any(dispatcher._load.values()), "engines are told"
+            assert not any(dispatcher._load.values()), "engines received the cancellations"
             if helper:
                 helper.cancel()
 
@@ -83,7 +83,7 @@ def expected(count: int) -> list[list[list[int]]]:
 def test_the_least_loaded_server_is_next():
     idle = replica("idle")
     busy = replica("busy")
-    busy.load = 20  # ten prompts of somebody else
+    busy.load = 20  # ten prompts of another client
     run([busy, idle], 20, max_sequences=100)
     assert (len(idle.engine.asked), len(busy.engine.asked)) == (30, 10)
 
@@ -273,7 +273,7 @@ def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_mean
     ),
     max_sequences=st.integers(1, 12),
 )
-def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(
+def test_every_prompt_gets_one_response_if_any_engine_dies_at_any_time(
     deaths, added, pauses, max_sequences
 ):
     replicas = [

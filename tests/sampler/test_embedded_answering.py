@@ -60,7 +60,7 @@ def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
     assert version in versions_of(rollouts)
 
 
-def test_closing_ends_whoever_waits_and_launching_begins_anew(live: Live) -> None:
+def test_closing_ends_waiting_calls_and_the_engine_can_be_launched_again(live: Live) -> None:
     """Close while samples are open, as Ctrl-C in the main thread does; no engine is restarted."""
     restarts = live.sampler.stats.restarts
 

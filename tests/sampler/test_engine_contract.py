@@ -182,7 +182,7 @@ def test_a_refused_update_changes_nothing(subject: Subject) -> None:
     assert subject.update() == version + 1
 
 
-def test_what_stands_goes_on_when_it_is_told_to(subject: Subject) -> None:
+def test_a_paused_engine_resumes_on_request(subject: Subject) -> None:
     subject.update(stand=True)
 
     async def ask() -> bool:

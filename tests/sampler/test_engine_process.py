@@ -80,7 +80,7 @@ def test_cores_are_divided(monkeypatch):
     assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
 
 
-@pytest.mark.fault("whoever started an engine lets go of its socket", "the engine's process ends")
+@pytest.mark.fault("the parent of an engine closes its socket", "the engine's process ends")
 @pytest.mark.parametrize("listens", [False, True])
 def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool) -> None:
     process = EngineProcess(

@@ -116,7 +116,7 @@ def test_groups_come_as_they_finish(live):
     with live.paused(held):
         answering.add(MANY[:20], 0)
         parts = [answering.finished()]
-        assert held.load, "what it has been given is open, and nobody waits for it"
+        assert held.load, "its requests are open, and no caller waits for them"
         assert {r.format for group in parts[0] for r in group} == {other.format}
     answering.add(MANY[20:40], 20)
     while parts[-1]:

@@ -64,7 +64,7 @@ def test_what_is_complete_comes_before_an_error_which_stays(loop: EventLoopThrea
 
 
 @pytest.mark.parametrize("how", ["it is closed", "its loop ends"])
-def test_whoever_waits_hears_of_the_end(loop: EventLoopThread, how: str) -> None:
+def test_a_waiting_call_returns_at_the_end(loop: EventLoopThread, how: str) -> None:
     asked = answering(loop)
     asked.add(prompts(6), 0)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from told_line import NAME, Frames, encode, generate, replied, sampled, told
+from told_line import NAME, Frames, encode, generate, replied, sampled, with_replies
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
@@ -164,12 +164,12 @@ def test_samples_that_fail_behind_a_door_are_the_engine_s_fault() -> None:
     with pytest.raises(EngineGone, match="`generate` failed: RuntimeError: CUDA"):
         behind_a_port([failing], once)
     with pytest.raises(SamplerError, match="`generate` failed: RuntimeError: CUDA") as raised:
-        told(failing, generate)
+        with_replies(failing, generate)
     assert type(raised.value) is SamplerError
 
 
 @pytest.mark.fault("a connection ends and the server's process has ended", "no second try")
-def test_nobody_asks_a_dead_process_twice() -> None:
+def test_a_terminated_process_gets_no_second_request() -> None:
     async def use(engine: EngineClient, asked: list[Frames]) -> int:
         with pytest.raises(EngineGone, match=r"server 0 \(int8\): http.*Connect"):
             await once(engine, asked)
@@ -179,7 +179,7 @@ def test_nobody_asks_a_dead_process_twice() -> None:
 
 
 @pytest.mark.fault(
-    "another server has the address when a connection is opened again", "it is told nothing"
+    "another server has the address when a connection is opened again", "it is sent nothing"
 )
 def test_a_server_in_the_place_of_another_is_a_stranger() -> None:
     async def use(engine: EngineClient, asked: list[Frames]) -> int:

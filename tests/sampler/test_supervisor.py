@@ -151,14 +151,14 @@ def dying(one: Replica) -> SimpleNamespace:
     "an engine ends again and again", "three restarts; then it is given up, with the end of its log"
 )
 @pytest.mark.parametrize(
-    ("restarts", "fails", "why", "told"),
+    ("restarts", "fails", "why", "events"),
     [
         (MAX_RESTARTS, {}, END, [f"is out: {END}", AGAIN + END, "is back with policy version 4"]),
         (MAX_RESTARTS, {"stage": REFUSED}, OLD, ["refuses policy version 4", AGAIN + OLD]),
         (0, {}, END, [f"is out: {END}"]),
     ],
 )
-def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
+def test_restarts_are_limited_and_each_is_reported(restarts, fails, why, events):
     async def use(state: SamplerState) -> Replica:
         one = replica("server 0", ready=False, version=NO_VERSION, fails=fails)
         seen = []
@@ -170,7 +170,7 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
         supervisor.start_process = lambda: setattr(one, "process", dying(one))
         supervisor.start_process()
         await supervisor.run()
-        assert ((True, False) in seen) != bool(fails), "dispatchers are told that it serves"
+        assert ((True, False) in seen) != bool(fails), "dispatchers are notified that it serves"
         assert seen[-1] == (False, True), "and that it will not come back"
         assert one.process is None
         return one
@@ -180,8 +180,8 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     assert one.restarts == restarts
     assert f"{said}: {why}" in one.reason
     assert "sampler_0.log:\nRuntimeError: no room" in one.reason
-    assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [
-        f"server 0 {what}" for what in told
+    assert [note.partition(" as it is kept")[0] for note in notes[: len(events)]] == [
+        f"server 0 {what}" for what in events
     ]
 
 

@@ -25,7 +25,7 @@ def leftovers() -> set[str]:
 
 
 def has_ended(session: int) -> bool:
-    """A killed process is there until somebody has collected it, which is the system's
+    """A killed process is listed until its parent has reaped it, which is the system's
     business for grandchildren.
     """
     try:

@@ -63,7 +63,7 @@ def shape_of(model: TinyModel) -> ModelShape:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    import gloo_receiver  # vLLM, which takes seconds: not for whoever collects tests
+    import gloo_receiver  # imports vLLM, which takes seconds: not at test collection
 
     from megatron_rl.weight_sync import vllm_push
 
@@ -122,7 +122,7 @@ def test_two_engines_take_what_is_broadcast(run: Run) -> None:
     assert len(run.rollouts()) == 12, "the other one answers"
 
 
-def test_what_engines_are_told_is_what_vllm_takes() -> None:
+def test_init_info_of_engines_is_valid_in_vllm() -> None:
     """Rank 0's settings, what each of two engines gets of them, and every form at the door."""
     from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 
@@ -134,8 +134,10 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     shared = {name: value for name, value in vars(trainer).items() if name != "rank"}
     state = SamplerState(1.0, 1.0, 48, 101, print)
     state.init_info = worker_init_payload(CheckedNCCL.init_info_cls(rank_offset=1, **shared))
-    told = [state.init_of(Replica("", Format.none, None, before))["init_info"] for before in (0, 2)]
-    assert [CheckedNCCL.init_info_cls(**one).rank_offset for one in told] == [1, 3]
+    infos = [
+        state.init_of(Replica("", Format.none, None, before))["init_info"] for before in (0, 2)
+    ]
+    assert [CheckedNCCL.init_info_cls(**one).rank_offset for one in infos] == [1, 3]
     named = {
         "names": ["w"],
         "dtype_names": ["int8"],
@@ -150,13 +152,13 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     )
     around = announced.message(), wire.Seal(1, {"w": (-1, 2**62)}).message(), {wire.ABANDON: "why"}
     for engine, init, update in (
-        (CheckedNCCL, told[1], named),
+        (CheckedNCCL, infos[1], named),
         (CheckedIPC, {"packed": True}, packed),
     ):
         assert engine.parse_init_info(engine, init)
         assert engine.parse_update_info(engine, update)
     asked = [("update_weights", {"update_info": one}) for one in (named, *around)]
-    asked.append(("init_weight_transfer_engine", {"init_info": told[1]}))
+    asked.append(("init_weight_transfer_engine", {"init_info": infos[1]}))
     frames = [{"id": 1, "method": method, "arguments": arguments} for method, arguments in asked]
     requests, refused = checked(msgspec.msgpack.encode(frames), 101, 48, "nccl")
     assert (len(requests), refused) == (5, [])

@@ -1,4 +1,4 @@
-"""Updates of several engines: all load one, or none; whoever fails in between holds up nobody."""
+"""Updates of several engines: all load a version or none; a failing one does not block others."""
 
 import asyncio
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_no_engine_goes_on_before_every_one_has_loaded():
     assert all((one.ready, one.version) == (True, 1) for one in replicas)
 
 
-def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them():
+def test_a_single_engine_does_not_pause_and_held_updates_are_released():
     (one,), events = several({})
 
     async def use(state: SamplerState) -> None:
@@ -102,7 +102,7 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
 
     run(use)
     assert [event.split()[-1] for event in events] == ["start", "stage", "finish"]
-    assert one.engine.told["finish"] == {"stand": False}
+    assert one.engine.received["finish"] == {"stand": False}
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -110,7 +110,7 @@ def test_an_update_is_verified_beside_answers_that_are_being_written(background)
     replicas, events = several({}, {})
     replicas[1].format = Format.int8
     run(lambda state: loaded(Updates(replicas, state), background=background))
-    assert [one.engine.told["stage"]["update_info"]["format"] for one in replicas] == [
+    assert [one.engine.received["stage"]["update_info"]["format"] for one in replicas] == [
         Format.none,
         Format.int8,
     ]
@@ -161,16 +161,14 @@ def test_weights_that_are_taken_back_reach_no_answer():
 @pytest.mark.fault(
     "an engine behind `nccl` or `ipc` stops half-way in loading", "it refuses until a good update"
 )
-def test_torn_weights_wait_for_a_good_update_where_no_files_are():
-    torn = failing("finish", SamplerError("stopped half-way"), torn=True)
-    _, (one,), _, _ = swapped(torn)
+def test_incomplete_weights_wait_for_a_good_update_without_files():
+    incomplete = failing("finish", SamplerError("stopped half-way"), incomplete=True)
+    _, (one,), _, _ = swapped(incomplete)
     assert not one.ready, "a file update brings back another engine"
-    torn = failing("finish", SamplerError("stopped half-way"), torn=True)
-    _, (one,), events, error = swapped(torn, transport=Transport.nccl)
+    incomplete = failing("finish", SamplerError("stopped half-way"), incomplete=True)
+    _, (one,), events, error = swapped(incomplete, transport=Transport.nccl)
     assert "stopped half-way" in str(error)
-    assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), (
-        "it is not told to go on"
-    )
+    assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), "it is not resumed"
     one.engine.fails.clear()
     assert run(lambda state: loaded(Updates([one], state)))["policy_version"] == one.version == 1
 
@@ -184,7 +182,7 @@ def test_ranks_of_each_engine_and_what_a_lost_one_means(transport):
     async def use(state: SamplerState) -> None:
         state.transport, updates = transport, Updates(replicas, state)
         await updates.init({"rank_offset": 1})
-        assert [one.engine.told["init"]["init_info"]["rank_offset"] for one in replicas] == [
+        assert [one.engine.received["init"]["init_info"]["rank_offset"] for one in replicas] == [
             1,
             3,
             5,
@@ -206,7 +204,7 @@ def test_ranks_of_each_engine_and_what_a_lost_one_means(transport):
     "a server dies between loading and going on", "it is taken out; the others go on, updated"
 )
 @pytest.mark.parametrize("when", ["finish", "resume"])
-def test_an_engine_that_dies_in_the_swap_holds_up_nobody(when):
+def test_an_engine_that_dies_in_the_swap_does_not_block_the_others(when):
     state, (dead, other), events, result = swapped(failing(when, loads_first=True), {})
     assert result["policy_version"] == state.version == 1
     assert not dead.ready
@@ -257,7 +255,7 @@ def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
 
 
 @pytest.mark.fault(
-    "the only engine dies in an update", "the one that takes its place is told all of it again"
+    "the only engine dies in an update", "its replacement receives the whole update again"
 )
 @pytest.mark.parametrize("step", ["start", "await", "finish"])
 def test_an_update_outlives_the_last_engine(step):
@@ -294,7 +292,7 @@ def test_an_update_that_cannot_begin_says_why():
 
 
 @pytest.mark.fault(
-    "a server dies in an update and is back before its end", "it is told nothing of this update"
+    "a server dies in an update and is back before its end", "it receives nothing of this update"
 )
 def test_an_engine_that_takes_anothers_place_stays_and_takes_no_part_in_the_rest():
     """An engine that dies in an update is restarted before the slowest engine has staged it."""
@@ -327,7 +325,7 @@ def test_an_engine_that_takes_anothers_place_stays_and_takes_no_part_in_the_rest
 
 
 @pytest.mark.fault(
-    "an engine is told of the present weights while the others are put to sleep",
+    "an engine receives the current weights while the others are put to sleep",
     "it sleeps with them",
 )
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -1,4 +1,4 @@
-"""An engine's client, and replies that tests give it."""
+"""Engine client with scripted replies."""
 
 import asyncio
 from array import array
@@ -28,8 +28,8 @@ def replied(frames: Iterable[dict[str, Any]], value: Any = SAMPLE) -> bytes:
     return encode([{"id": one["id"], "value": value} for one in frames])
 
 
-class ToldLine(Line):
-    """Line that keeps what is sent, and receives what a test says."""
+class ScriptedLine(Line):
+    """Line that records what is sent and receives scripted replies."""
 
     def __init__(self, answer: Callable[[Frames], bytes | None] = lambda frames: None) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ async def sampled(engine: EngineClient) -> None:
     assert (list(one.token_ids), one.policy_version, one.logprobs[0]) == ([5, 6], 3, -1.0)
 
 
-def told(
+def with_replies(
     answer: Callable[[Frames], bytes | None], use: Callable[[EngineClient], Awaitable[Any]]
 ) -> Any:
-    """`answer`: the reply to each transmission."""
+    """Return the result of `use` with a client; `answer` is the reply to each transmission."""
 
     async def main() -> Any:
-        engine = EngineClient(NAME, ToldLine(answer), 30.0, 100)
+        engine = EngineClient(NAME, ScriptedLine(answer), 30.0, 100)
         try:
             return await use(engine)
         finally:

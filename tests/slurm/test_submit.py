@@ -85,7 +85,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_five_mistakes_are_told_at_once_and_nothing_is_queued(site: Site) -> None:
+def test_five_mistakes_are_reported_at_once_and_nothing_is_queued(site: Site) -> None:
     site.stand_in("sbatch")
     mistakes = (
         "optim.lrr=1e-6",

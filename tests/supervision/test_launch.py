@@ -79,7 +79,7 @@ sys.exit(1)
 def test_the_rank_that_failed_by_itself_is_reported(
     run_folder: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gc.disable()  # what nobody refers to any more may be there for long
+    gc.disable()  # unreferenced objects may stay alive for long
     try:
         assert launched(SECOND_FAILS, ranks=2) == 1
         assert not held(run_folder), "another attempt of this process finds the place free"
@@ -156,7 +156,7 @@ def test_orphans_end_with_the_run(
 
 
 @pytest.mark.fault(
-    "a run's directory is removed: nobody can write how it ended",
+    "a run's directory is removed: its end cannot be recorded",
     "the launcher's last line says so",
 )
 def test_a_directory_that_is_gone(
@@ -261,9 +261,7 @@ def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path, alone: A
     assert read_status(tmp_path)["stuck"]["process"] == "rank 0"
 
 
-@pytest.mark.fault(
-    "the launcher is stopped (SIGSTOP)", "a rank names it; nobody ends the run for that"
-)
+@pytest.mark.fault("the launcher is stopped (SIGSTOP)", "a rank names it; the run is not ended")
 def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path, alone: Alone) -> None:
     (tmp_path / "go on").touch()
     launcher = alone(program=("sleep", "1000"))

@@ -65,7 +65,7 @@ def test_the_rest_of_a_step_is_what_the_longest_of_the_last_ones_took(
 
 
 class Clock(PhaseClock):
-    """The rest of the step takes so long, whatever was measured."""
+    """Fix the time of the rest of the step, independent of measurements."""
 
     seconds = 0.0
 

@@ -116,7 +116,7 @@ def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
 )
 def test_who_stays_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
     stop(process)
-    run.beat(0, process, waits=WAITS)  # it waits for nobody while it is stopped itself
+    run.beat(0, process, waits=WAITS)  # it waits for no other process while it is stopped itself
     run.looks(TIMEOUT_S - 1)
     assert run.look() is None
     assert "run.hang_timeout_s=60" in str(run.look())
@@ -213,7 +213,7 @@ def test_the_lowest_rank_that_lives_looks(run: Run, process: subprocess.Popen[by
     assert run.looks(1, 1) == ["rank 0 hangs"]
 
 
-def test_torn_and_foreign_files_are_passed_over(run: Run) -> None:
+def test_incomplete_and_foreign_files_are_skipped(run: Run) -> None:
     run.beat(0)
     file_of(run.folder, 1).write_text('{"rank": 1, "bea')
     file_of(run.folder, 2).write_text("")

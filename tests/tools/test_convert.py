@@ -171,7 +171,7 @@ def test_an_early_interrupt(tmp_path: Path) -> None:
 
 
 def test_help_comes_at_once() -> None:
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-X", "importtime", "convert.py", "--help"],
         cwd=ROOT / "tools",
         capture_output=True,
@@ -179,6 +179,6 @@ def test_help_comes_at_once() -> None:
         check=True,
         timeout=120,
     )
-    assert "import" in told.stdout
-    imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+    assert "import" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "megatron", "transformers", "numpy"}

@@ -364,17 +364,19 @@ def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
     assert "alarm ess: 0.4" in status["reason"]
 
 
-def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_path: Path) -> None:
+def test_a_report_lists_none_of_a_healthy_run_or_of_an_incomplete_configuration(
+    tmp_path: Path,
+) -> None:
     assert "<h2>Alarms</h2>" not in page(
         [load_run(recorded(tmp_path / "healthy", [{}] * 8, Alarms()))]
     )
     run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
-    torn = (
+    incomplete = (
         "log: {alarms: {ess: [1]}}",
         "sampler: {formats: [[1]]}",
         "quantization: {format: {}}",
         "log: 3",
     )
-    for text in torn:
+    for text in incomplete:
         (run / "config.yaml").write_text(text)
         assert page([load_run(run)])

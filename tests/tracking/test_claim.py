@@ -61,7 +61,7 @@ def holder(run_folder: Path) -> Iterator[Holder]:
 
 
 @pytest.mark.fault(
-    "five runs are started at once under one name", "one has the directory, the others are told"
+    "five runs are started at once under one name", "one gets the directory, the others fail"
 )
 @pytest.mark.parametrize("if_exists", list(IfExists))
 @pytest.mark.parametrize("old", [False, True])
@@ -82,10 +82,10 @@ def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool)
             (path / "metrics.jsonl").write_text(STEP_1)
         with ThreadPoolExecutor(5) as pool:
             ended = list(pool.map(begin, [path] * 5))
-        told = [one for one in ended if isinstance(one, str)]
-        kept = len(ended) - len(told)
-        assert kept == (0 if old and if_exists is IfExists.refuse else 1), told
-        assert all("run.name" in text for text in told)
+        refused = [one for one in ended if isinstance(one, str)]
+        kept = len(ended) - len(refused)
+        assert kept == (0 if old and if_exists is IfExists.refuse else 1), refused
+        assert all("run.name" in text for text in refused)
         if old:
             archived = [entry.name for entry in tmp_path.glob(f"{path.name}.*")]
             assert archived == ([f"{path.name}.1"] if kept else [])

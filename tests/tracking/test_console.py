@@ -171,7 +171,7 @@ def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
     os.utime(tmp_path / "driver.log", (1025, 1025))
     assert said(1030) == ""  # the driver has just said something
     assert said(1035) == "rollout, 10s\n"
-    assert said(1040) == ""  # a step that is long is told of ever more rarely
+    assert said(1040) == ""  # a long step is logged less and less often
     assert said(1045) == "rollout, 20s\n"
     assert said(1060) == ""
     assert said(1065) == "rollout, 40s\n"

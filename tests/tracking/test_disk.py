@@ -16,7 +16,7 @@ from megatron_rl.tracking.disk import LineFile
 def test_lines_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lines"
     room = [100]
-    path.write_bytes(b"torn")
+    path.write_bytes(b"half")
     lines = LineFile(path)
 
     class Small:
@@ -38,9 +38,9 @@ def test_lines_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lines, "_file", Small(lines._file))
     for _ in range(5):
         lines.write("a" * 29)
-    assert (lines.waiting, path.read_bytes()) == (2, b"torn\n" + (b"a" * 29 + b"\n") * 3)
+    assert (lines.waiting, path.read_bytes()) == (2, b"half\n" + (b"a" * 29 + b"\n") * 3)
     room[0] = 1000
     lines.write("b")
-    assert path.read_bytes() == b"torn\n" + (b"a" * 29 + b"\n") * 5 + b"b\n"
+    assert path.read_bytes() == b"half\n" + (b"a" * 29 + b"\n") * 5 + b"b\n"
     lines.close()
     assert lines.waiting == 0

@@ -61,11 +61,11 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
                 assert len(read_metrics(recorder.run.metrics)) < 50
                 (tiny / "filler").unlink()
     run = RunDir(tiny / "run")
-    lines, torn = read_lines(run.metrics)
+    lines, incomplete = read_lines(run.metrics)
     ledger = [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()]
     status = read_status(run.path)
     assert status["state"] == "finished"
-    assert torn == 0
+    assert incomplete == 0
     assert said.getvalue().count("has no room for") == 2  # lines, rollouts
     assert not list(run.path.rglob("*.partial"))
     found = [step for step, path in recorded_steps(run.rollouts) if read_rollouts(path)]
@@ -136,7 +136,7 @@ def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "somebody asks whether a run is alive",
+    "the status of a run is requested",
     "its status has process, host, start and last sign of life",
 )
 def test_a_sign_of_life(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("mode", [Wandb.online, Wandb.auto])
 def test_wandb_out_of_reach(run_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Wandb) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
     said = StringIO()
@@ -227,7 +227,7 @@ def test_why_a_run_failed(run_folder: Path) -> None:
 
 
 @pytest.mark.fault(
-    "somebody else's status.json names a file of this machine as the log",
+    "another user's status.json names a file of this machine as the log",
     "the report does not show it",
 )
 def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:

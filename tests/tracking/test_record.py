@@ -133,7 +133,7 @@ def test_the_first_close_counts(tmp_path):
     assert read_status(tmp_path / "run")["reason"] == "SIGTERM"
 
 
-def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
+def test_an_unknown_metric_is_written_reported_and_warned_of_once(tmp_path):
     recorder = start(tmp_path / "run")
     with pytest.warns(UnknownMetricWarning):
         recorder.log(1, {"loss/lss": 1.0})
@@ -143,7 +143,7 @@ def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
     assert [line["loss/lss"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1.0, 2.0]
 
 
-def test_a_torn_last_line_costs_only_itself(run_folder):
+def test_an_incomplete_last_line_loses_only_itself(run_folder):
     recorder = start(run_folder)
     recorder.log(1, {"loss/total": 1.0})
     metrics = RunDir(run_folder).metrics

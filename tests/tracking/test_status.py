@@ -55,7 +55,7 @@ def test_neither_takes_back_what_the_other_has_said(
     assert read_status(run)["step"] == 1
 
 
-def test_a_writer_that_is_stopped_holds_up_nobody(run: Path) -> None:
+def test_a_stopped_writer_does_not_block_readers(run: Path) -> None:
     folder = os.open(run, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     mark_stuck(run, STUCK)
@@ -71,7 +71,7 @@ def test_a_writer_that_is_stopped_holds_up_nobody(run: Path) -> None:
         ("failed", STUCK),
     ],
 )
-def test_who_ends_well_was_held_up_by_nobody(
+def test_a_finished_run_names_no_blocking_process(
     run: Path, state: str, left: dict[str, str] | None
 ) -> None:
     mark_stuck(run, STUCK)

@@ -28,7 +28,7 @@ def lanes(tmp_path: Path) -> Path:
             )
         )
     path = tmp_path / "lanes.jsonl"
-    path.write_text("\n".join([*lines, lines[0][:20], ""]))  # a torn one, too
+    path.write_text("\n".join([*lines, lines[0][:20], ""]))  # with an incomplete one
     return path
 
 

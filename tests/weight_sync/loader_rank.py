@@ -1,5 +1,4 @@
-"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner
-wrote.
+"""Sampler rank (of two) without an engine: vLLM's layers and loaders load what a learner wrote.
 
 Returned per case: the parameters that differ from the rank's share of the original tensors, how
 many were compared, and the bytes that were read, of how many in all.
@@ -178,7 +177,7 @@ def load(case: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
 
 
 class Poisoned(Mapping[str, torch.Tensor]):
-    """Tensors as read, with other numbers wherever this rank claims to load nothing from."""
+    """Tensors as read, with other values in the parts that this rank claims not to load."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
         self._tensors = tensors

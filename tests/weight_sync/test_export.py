@@ -1,6 +1,4 @@
-"""The files of an exported model are numbered over all ranks, and readable by whoever reads the
-run.
-"""
+"""Files of an exported model: numbered over all ranks, with the permissions of the run."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Whatever the learner's layout, the sampler receives what quantizing the original tensors would
-give, bit for bit.
-"""
+"""For every learner layout, the sampler receives the quantized original tensors bit for bit."""
 
 from __future__ import annotations
 

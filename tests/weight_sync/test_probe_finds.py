@@ -68,7 +68,7 @@ def test_one_wrong_layer_is_found_beside_outliers(found: dict) -> None:
 
 
 @pytest.mark.fault(
-    "one layer of the engine holds other weights", "the probe stops the run, whatever its noise"
+    "one layer of the engine holds other weights", "the probe stops the run at any noise"
 )
 @pytest.mark.parametrize("case", CASES)
 def test_one_wrong_layer_is_found_in_every_place(case: str, found: dict) -> None:

@@ -56,7 +56,7 @@ class Fleet(Receiver):
         self.info = info
 
     def manifests(self) -> dict[str, manifest.Manifest]:
-        """Of the last accepted update, by format; raises where its files are gone."""
+        """Return the last accepted update's manifests by format; raise if files are missing."""
         infos = self.info[BY_FORMAT]
         return {
             name: manifest.read(manifest_path(Path(one["directory"]), one["policy_version"], 0))

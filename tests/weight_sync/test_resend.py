@@ -127,7 +127,7 @@ def test_what_was_not_written_is_sent_again(
     assert receiver.version == 2
 
 
-def test_what_cannot_be_mended_is_sent_once(tmp_path: Path) -> None:
+def test_an_unrecoverable_update_is_sent_once(tmp_path: Path) -> None:
     receiver, sync = embedded(tmp_path)
     sync.push(1)
     receiver.dead = True

@@ -77,7 +77,7 @@ def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> No
 ODD = {
     "a link to itself": lambda path: path.symlink_to(path),
     "a pipe": os.mkfifo,
-    "a folder that nobody may enter": lambda path: path.mkdir(0),
+    "a folder without permissions": lambda path: path.mkdir(0),
 }
 
 
@@ -85,7 +85,7 @@ ODD = {
     "a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed"
 )
 @pytest.mark.parametrize("what", ODD)
-def test_an_odd_file_refuses_nobody(
+def test_an_odd_file_refuses_no_run(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_rl.weight_sync.file_transport.GRACE_S", 0.0)

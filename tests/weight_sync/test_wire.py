@@ -34,7 +34,7 @@ def test_any_changed_byte_and_any_swap_of_words_changes_the_checksum(content, da
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_checksums_look_at_bytes_wherever_they_lie(dtype, monkeypatch):
+def test_checksums_read_bytes_on_any_device(dtype, monkeypatch):
     tensor = torch.randn(37, 11).to(dtype)
     wanted = sums(tensor)
     assert sums(tensor.t().contiguous().t()) == wanted

@@ -1,4 +1,4 @@
-"""One learner rank of test_whole_source, in a module that a fresh process can import."""
+"""Learner rank of test_whole_source, in a module that a fresh process can import."""
 
 from __future__ import annotations
 

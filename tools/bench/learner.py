@@ -23,7 +23,7 @@ import torch
 from step import SHAPES, Workload
 from torch import Tensor
 
-from megatron_rl.learner.learner import Learner  # patches the host before megatron is imported
+from megatron_rl.learner.learner import Learner  # patches CPU operators before megatron is imported
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
@@ -71,7 +71,7 @@ def lengths_of(rows: int, longest: int, random: torch.Generator) -> list[int]:
 
 
 def random_batch(lengths_B: Tensor, prompt: int, vocab: int, logprob: float) -> Batch:
-    """Answers of these lengths to prompts of `prompt` tokens."""
+    """Responses of these lengths to prompts of `prompt` tokens."""
     random = torch.Generator().manual_seed(1)
     rows = len(lengths_B)
     answered = int(lengths_B.sum())
@@ -90,7 +90,7 @@ def random_batch(lengths_B: Tensor, prompt: int, vocab: int, logprob: float) -> 
 
 
 def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch:
-    """`filled`: filler behind an answer is called a part of it."""
+    """`filled`: padding after a response is marked as part of it."""
     random = torch.Generator().manual_seed(1)
     lengths_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
     if filled:

@@ -97,7 +97,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=48, help="maximum tokens of a response")
     parser.add_argument("--head", choices=("bf16", "fp32"), default="bf16", help="of the logits")
     parser.add_argument("--fault", action="store_true")
     options = parser.parse_args()

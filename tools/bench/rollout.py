@@ -2,7 +2,7 @@
 
     python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5]
 
-Both engines of a format stay up and take turns, so that whatever else the machine does meets both.
+Both engines of a format stay up and take turns, so that other load on the machine affects both.
 The bare engine is `vllm.LLM.generate` on the same prompts with the same engine arguments: once with
 the same seeds, which is the same work (a seed of its own costs each sample a generator, drawn from
 at each token), once without. Weights are random: lengths are fixed, so only shapes matter for

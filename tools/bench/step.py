@@ -75,7 +75,7 @@ class Workload:
     samples: int
     prompt_tokens: int = 16
     response_tokens: int = 32
-    ends: bool = False  # a token of the model ends an answer
+    ends: bool = False  # true if a stop token can end a response
 
     @property
     def layer_weights(self) -> int:
@@ -137,7 +137,7 @@ class Machine:
 
 
 def floors(work: Workload, machine: Machine, sent_bytes: float) -> dict[str, float]:
-    """Seconds by phase. The last token of an answer is sampled, and not read by the sampler."""
+    """Seconds by phase. The last token of a response is sampled, and not read by the sampler."""
     forward = 2 * work.layer_weights * work.tokens + 2 * work.head_weights * work.responses
     sampled = 2 * work.layer_weights * (work.tokens - work.answers) / machine.int8
     return {
@@ -295,7 +295,7 @@ def be_rank(run_dir: Path) -> None:
 
 
 class Side:
-    """A process that takes a step when it is told to."""
+    """Process that takes a step on request."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process

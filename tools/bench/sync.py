@@ -175,7 +175,7 @@ class Answers:
 def answers_meanwhile(
     source: ShardSource, weights: RandomWeights, sampler: Sampler | None, to: Path, version: int
 ) -> list[Answers]:
-    """Answers of the engine when it is idle, and while the next weights are being built."""
+    """Responses of the engine when it is idle, and while the next weights are being built."""
     tensors = source.tensors(dict(weights.named_parameters()))
     if sampler is None:
         list(tensors)

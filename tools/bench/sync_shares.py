@@ -48,7 +48,7 @@ from megatron_rl.weight_sync.push import WeightSync
 
 RANKS = 4
 ENGINE_TP = 2
-HOST_EXPERTS = [r"re:.*\.experts\..*"]  # no host has a kernel for quantized ones
+HOST_EXPERTS = [r"re:.*\.experts\..*"]  # no CPU kernel for quantized ones
 LAYOUTS = {"dense": Layout(tp=2, pp=2), "mixture": Layout(tp=2, pp=2, ep=2, etp=1)}
 
 

@@ -254,7 +254,7 @@ def table() -> str:
 
 
 def by_length() -> str:
-    """The bias of token weights and of none as answers get longer, mean of a few toys."""
+    """The bias of token weights and of none as responses get longer, mean of a few toys."""
     lines = ["| steps | " + " | ".join(map(str, LENGTHS)) + " |", "|---" * (len(LENGTHS) + 1) + "|"]
     for name in ("no correction", "token"):
         cells = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
 
 
-LONGEST_TEXT = 1 << 20  # of a text to answer, in characters: more than a context holds
+LONGEST_TEXT = 1 << 20  # characters of a prompt; more than any context
 # files and functions that need not be here
 UNUSED = (
     "data.eval=null",
@@ -102,13 +102,13 @@ def add(commands: Any) -> None:
         "-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT"
     )
 
-    chat = command(commands, "chat", _chat, "a run's model, or any other, answers what is typed")
+    chat = command(commands, "chat", _chat, "chat with the model of a run, or with any other model")
     model_arguments(chat)
     chat.add_argument(
         "-p",
         "--prompt",
         metavar="TEXT",
-        help="answer this once; without it, standard input is asked",
+        help="respond to this prompt once; without it, prompts are read from standard input",
     )
     chat.add_argument(
         "--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset"
@@ -125,7 +125,7 @@ def add(commands: Any) -> None:
     )
     compare.set_defaults(format=None)
 
-    about = "repeats an update that was not finite, and says where it began"
+    about = "repeat an update that was not finite, and locate the first non-finite value"
     repeat = command(commands, "rerun-step", _rerun_step, about)
     repeat.add_argument(
         "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
@@ -180,7 +180,7 @@ def _piped() -> str:
 
 def _check_text(text: str) -> None:
     if not text.strip():
-        raise ConfigError("-p: nothing to answer; give a text")
+        raise ConfigError("-p: the prompt is empty; give a text")
     if len(text) > LONGEST_TEXT:
         raise ConfigError(f"-p: the text is longer than {LONGEST_TEXT} characters")
     if any("\ud800" <= one <= "\udfff" for one in text):  # what Python makes of other bytes
@@ -236,7 +236,7 @@ def _mismatch(options: argparse.Namespace) -> int:
 
 
 def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
-    """Settings that are as the run had them, unless the command line says otherwise."""
+    """Settings of the run, unless overridden on the command line."""
     from megatron_rl.apps.evaluation.stored_model import FORMATS
     from megatron_rl.config.schema import Config
 

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     for parser in (report, status, watch):
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
 
-    about = "what a run can go on from, and whether it is whole"
+    about = "list and verify the checkpoints of a run"
     kept = command(commands, "checkpoints", _checkpoints, about)
     about = "other corrections on the batches that a run recorded"
     replay = command(commands, "replay", _replay, about)
@@ -83,7 +83,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 
 def _describe(root: Path) -> str:
-    """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
+    """Table of checkpoints, newest first. Every byte is read to verify that each is complete."""
     from megatron_rl.checkpoint import checkpoints
     from megatron_rl.tracking.console import table
 
@@ -93,7 +93,7 @@ def _describe(root: Path) -> str:
             found = checkpoints.verify(checkpoints.path_of(root, step))
             verdict = "whole"
         except checkpoints.TornCheckpoint as error:
-            rows.append((str(step), "", "", "", f"torn: {error}"))
+            rows.append((str(step), "", "", "", f"incomplete: {error}"))
             continue
         best = ""
         if found.best is not None:

@@ -20,7 +20,7 @@ class Finding:
     place: tuple[str, ...]
     best: Cell
     beaten: tuple[Cell, ...]
-    level: tuple[Cell, ...]  # not to be told from the best; with one seed all others
+    level: tuple[Cell, ...]  # within noise of the best; with one seed, all others
     left_out: tuple[Cell, ...]  # a run is missing, or has not finished
     alike: tuple[tuple[Cell, ...], ...] = ()  # several, whose runs came to the very same
 
@@ -34,8 +34,8 @@ class Finding:
     def __str__(self) -> str:
         where = f"{' / '.join(self.place)}: " if self.place else ""
         same = "".join(
-            f" No weight was changed by what tells {_names(cells)} apart: their runs are the "
-            f"same.{_differ(cells)}"
+            f" The settings that differ among {_names(cells)} changed no weight: their "
+            f"runs are the same.{_differ(cells)}"
             for cells in self.alike
         )
         return f"{where}{self._best()}{same}"
@@ -50,7 +50,7 @@ class Finding:
         else:
             noise = f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}"
             if self.level:
-                noise += f", and is not told apart from {_names(self.level)}"
+                noise += f", and is not distinguishable from {_names(self.level)}"
         largest = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
         return f"{largest}{noise}{_left_out(self.left_out)}."
 

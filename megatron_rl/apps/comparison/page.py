@@ -91,7 +91,7 @@ def figures(comparison: Comparison) -> list[Panel]:
 
 
 def colour_of(comparison: Comparison, cell: Cell) -> str:
-    """A label's colour, the same wherever it is drawn."""
+    """Colour of a label, the same in every chart."""
     if cell.labels == comparison.reference:
         return charts.INK
     return charts.colour(comparison.compared.index(cell.labels[-1]))

@@ -39,7 +39,7 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     files = recorded_steps(run.rollouts)
     if not files:
         raise ConfigError(
-            f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded"
+            f"{run.rollouts}: no recorded steps; log.record_every sets which steps are recorded"
         )
     problems: list[str] = []
     recorded = []
@@ -56,8 +56,8 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     tokens = sum(int(one.batch.mask_N.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
-    told = describe(found) + session_table(recorded) + unread
-    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{told}"
+    text = describe(found) + session_table(recorded) + unread
+    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{text}"
 
 
 def replay(

@@ -78,7 +78,7 @@ def dequantize_folder(source: Source, target: Path) -> None:
 
 
 def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
-    """`config`: what config.json says of the quantization."""
+    """`config`: the quantization section of config.json."""
     known = meaning(config)
     modules = modules_of(weights)
     specs: dict[str, TensorSpec] = {}

@@ -26,7 +26,7 @@ from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.tracking.run_dir import RunDir
 
-AS_SAMPLER = "as_sampler"  # whatever the run's sampler had
+AS_SAMPLER = "as_sampler"  # the format of the run's sampler
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class Source:
 
 
 def find(given: str, hf: Path | None = None) -> Source:
-    """`given`: a folder, or RUN@STEP. ConfigError and CheckpointError say what is wrong with it."""
+    """`given`: a folder, or RUN@STEP. Raises ConfigError or CheckpointError if it is unusable."""
     path = Path(given)
     at = AT_STEP.fullmatch(given)
     if at is not None and not path.exists():
@@ -174,7 +174,7 @@ def note(line: str) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A digest of dtype, shape and bytes, wherever they lie."""
+    """Return a digest of dtype, shape and bytes, independent of the device."""
     flat = as_bytes(tensor)
     about = f"{DTYPES[dtype_name(tensor.dtype)][0]} {'x'.join(map(str, tensor.shape))}"
     return f"{about} {xxhash.xxh3_64_hexdigest(flat.numpy().data)}"

@@ -62,7 +62,7 @@ class Chat:
     turns: int = 0
 
     def answer(self, text: str) -> str:
-        """Answer a text; a conversation that has become too long loses its beginning."""
+        """Respond to a text; drop the oldest turns of a conversation that is too long."""
         most = self.config.rollout.max_prompt_tokens
         self.messages.append({"role": "user", "content": text})
         while len(ids := self._encoded(text)) > most:
@@ -140,7 +140,7 @@ class ToolChat:
     config: Config
     pool: EnvironmentPool
     row: Mapping[str, Any]  # columns that `reset` is given beside the first text
-    show: Callable[[str], None] = print  # what comes before an answer
+    show: Callable[[str], None] = print  # shows what precedes a response
     talks = True
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class ToolChat:
             session = await self._begun(text)
         else:
             session.messages.append({"role": "user", "content": text})
-        self._session = None  # unless it can go on
+        self._session = None  # unless it can be continued
         for _ in range(self._rules.section.max_turns):
             answered = await self._asked(session)
             said = answered.message["content"]
@@ -225,6 +225,6 @@ class ToolChat:
             raise Unanswered(f"{error}; {AGAIN}") from None
 
     def close(self) -> None:
-        self.pool.close()  # first: whatever a tool still does ends at once
+        self.pool.close()  # first, so that running tools are terminated
         self._engines.close()
         self._loop.stop()

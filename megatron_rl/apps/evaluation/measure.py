@@ -26,7 +26,9 @@ from megatron_rl.rollout.collect import Group, Scorer
 from megatron_rl.tracking.console import table
 from megatron_rl.types import Verdict
 
-AT_ONCE = 8  # times as many answers as the engine decodes at once: between two words of progress
+AT_ONCE = (
+    8  # between two progress lines: so many times the responses that the engine decodes at once
+)
 SUMMARY = "summary.json"
 
 

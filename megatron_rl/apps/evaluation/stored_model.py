@@ -121,7 +121,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
 def _companions(path: Path, config: Config | None, hf: Path | None) -> Path:
     folder = hf or (config.model.folder if config else None)
     if folder is None or not (folder / "config.json").is_file():
-        where = f"{folder} has none" if folder else "nobody says where they are"
+        where = f"{folder} has none" if folder else "their folder is unknown"
         raise ConfigError(
             f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf "
             "FOLDER"

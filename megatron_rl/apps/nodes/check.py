@@ -162,7 +162,7 @@ def wanted_gpus(config: Config, nodes: Sequence[str], learning: int) -> dict[str
 
 
 class Meeting:
-    """One node's place among the others; `nodes`: name to address, the first one first."""
+    """Rendezvous of a node with the others; `nodes` maps name to address, in order."""
 
     def __init__(self, node: str, nodes: Mapping[str, str], port: int) -> None:
         self._node = node
@@ -283,4 +283,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a thread may wait for a file system that never answers
+    os._exit(status)  # a thread may wait for an unresponsive file system

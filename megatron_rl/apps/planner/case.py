@@ -29,13 +29,13 @@ WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says. Lengths are shares of their limits in the recipe; efficiencies are of
-    the maker's peak.
+    """Assumptions of an estimate. Lengths are fractions of the recipe's limits; efficiencies are
+    fractions of the vendor's peak.
     """
 
-    response: float = 0.4  # mean length of an answer
+    response: float = 0.4  # mean response length
     prompt: float = 0.25
-    longest: float = 1.0  # of a step's answers: the longest
+    longest: float = 1.0  # longest response of a step, as a fraction
     turns: float = 3.0  # of a session, at most environment.max_turns
     observation: float = 0.25  # mean length of what a turn adds
     tool_s: float = 0.5  # until it is there
@@ -57,8 +57,8 @@ class Assumptions:
     file_gbs: float = 2.0  # weights through files: written, checked, read
     # times that weights pass through a GPU's memory while an engine loads them from there
     loading: float = 3.0
-    host_gbs: float = 25.0  # from the host's memory into a GPU's, pages as they are
-    keep_gbs: float = 10.0  # a rank's state into the host's memory
+    host_gbs: float = 25.0  # from CPU memory to a GPU, pageable
+    keep_gbs: float = 10.0  # a rank's state to CPU memory
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Workload:
 
     sequences: int
     prompt: float  # tokens of a prompt
-    response: float  # and of its answer, on average: of a session everything behind the prompt
-    longest: int  # a prompt and an answer at their limits
+    response: float  # mean response; in a conversation, everything after the prompt
+    longest: int  # prompt and response at their limits
     updates: int
     turns: float = 1.0  # of a session
-    sampled: float = 0.0  # tokens of an answer, or of all answers of a session
+    sampled: float = 0.0  # tokens of a response, or of all responses of a conversation
     sessions: int = 0  # open at once; 0: there is no environment
 
     @property
@@ -137,7 +137,7 @@ class Workload:
         )
 
     def waiting_bytes(self, ahead: int) -> float:
-        """Bytes of the driver's host that batches take while they wait for the learner."""
+        """CPU memory in bytes on the driver's node for batches that wait for the learner."""
         return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
 
 
@@ -212,7 +212,7 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt with its answer that an engine makes room for."""
+        """Tokens of a prompt with its response that an engine reserves."""
         return longest_sequence(self.config.rollout, self.config.eval)
 
     @cached_property

@@ -138,8 +138,8 @@ def as_json(made: Plan) -> dict[str, Any]:
         "assumed": asdict(case.assumed),
     }
     del about["case"]
-    told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
-    about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]
+    reported = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
+    about["memory"] = [{name: getattr(one, name) for name in reported} for one in made.memory]
     about["time"] = made.time and {**asdict(made.time), "step": made.time.step}
     return about
 

@@ -81,7 +81,7 @@ class Memory:
 
 
 def planned(case: Case) -> list[Memory]:
-    """Of each kind of GPU, or of a process on a host."""
+    """Return the planned memory of each kind of GPU, or of a process on a CPU-only machine."""
     learner = _of_learner(case)
     engine = _of_engine(case)
     both = {moment: {**learner[moment], **engine[moment]} for moment in MOMENTS}
@@ -93,7 +93,7 @@ def planned(case: Case) -> list[Memory]:
 
 
 def _of_learner(case: Case) -> dict[str, dict[str, float]]:
-    """Memory by phase of a GPU that works for the learner alone, or of a rank on a host."""
+    """Memory by phase of a GPU that works for the learner alone, or of a rank on CPUs."""
     memory = case.heaviest
     model = case.model
     runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * _communicators(model.layout)}

@@ -85,9 +85,7 @@ def plan(case: Case) -> Plan:
 
 
 def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> list[str]:
-    """What is wrong with sampler.vllm.gpu_memory_utilization where GPUs are shared, before a sync
-    finds it out.
-    """
+    """Return problems of sampler.vllm.gpu_memory_utilization on shared GPUs, before any sync."""
     case = Case(config, hf_config, machine)
     if not machine.gib or not case.roles.shared:
         return []
@@ -95,7 +93,7 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
 
 
 def _share(case: Case, one: Memory) -> str | None:
-    """What is wrong with the engine's share of a kind of GPU, where another value would do."""
+    """Describe the engine's memory share of a kind of GPU if another value would fit."""
     given = case.config.sampler.vllm
     engine = case.engine
     largest = largest_share(one)
@@ -196,7 +194,7 @@ VERSIONS = 2  # of the weights in shared memory: the one that is served, and the
 
 
 def pinned(nbytes: float) -> int:
-    """What torch takes for a buffer that GPUs copy into: the next power of two."""
+    """Return the size that torch allocates for a pinned buffer: the next power of two."""
     return 1 << (max(int(nbytes), 1) - 1).bit_length()
 
 
@@ -220,9 +218,8 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         "the sleeping engine's weights": engines
         * engine.weights
         * (config.sampler.sleep == Sleep.offload),
-        # answers and the batch made of them; and of each rank the rows that it passes, of its
-        # layers
-        "experts told": (
+        # two copies on the driver (responses and batch), and each rank's rows of its layers
+        "routed experts": (
             2 + ranks / config.learner.data_parallel / config.learner.pipeline_parallel
         )
         * (case.work.sequences * case.work.longest)

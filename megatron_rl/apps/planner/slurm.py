@@ -27,7 +27,7 @@ CORES = 8  # of a task
 
 
 def sbatch(recipe: Path, overrides: Sequence[str], made: Plan) -> str:
-    """What to type, and what to know about it. One task is one rank of the learner."""
+    """Return the sbatch command with notes. One task is one rank of the learner."""
     config = made.case.config
     roles = made.case.roles
     servers = config.sampler.dedicated_nodes

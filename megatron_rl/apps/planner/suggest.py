@@ -103,7 +103,7 @@ def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
 
 def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine that takes turns with the learner gets what the learner leaves."""
-    if way != "in turns":
+    if way != "colocated":
         return config
     alone = planned(replace(base, config=config))
     (memory,) = [one for one in alone if one.kind == "learner and engine"]
@@ -114,7 +114,7 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 
 def refused(config: Config, machine: Machine) -> list[str]:
-    """What a dry run would say against it, but for a key that is made for the run."""
+    """Return the problems of a dry run, except a missing server key, which a run generates."""
     found = [line for line in check(config) if KEY_VARIABLE not in line]
     return found + checks.problems(config, on=machine)
 
@@ -173,7 +173,7 @@ def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, Conf
         if config.sync.every == 1:
             transport = Transport.ipc if nodes == 1 else Transport.file
             engines = _of_first_node(config, tp, range(gpus), transport, Sleep.discard)
-            yield "in turns", gpus * nodes, engines
+            yield "colocated", gpus * nodes, engines
         if nodes == 1:
             for learner in sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0}):
                 if gpus - learner >= tp:

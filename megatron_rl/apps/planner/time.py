@@ -46,7 +46,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StepTime(Sampling, Learning):
-    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner
+    """Seconds. Phases follow one another; asynchronous rollouts are made while the learner
     works.
     """
 
@@ -116,7 +116,7 @@ def learning(case: Case) -> Learning:
 
 
 def _moving(case: Case) -> float:
-    """The optimizer to the host and back, where it makes room for an engine."""
+    """Seconds to offload the optimizer to CPU memory and back for a colocated engine."""
     if case.config.learner.offload is not Offload.optimizer:
         return 0.0
     return 2 * case.heaviest.optimizer / (case.assumed.keep_gbs * GIGA)
@@ -159,12 +159,12 @@ def _link(case: Case, ranks: int) -> float:
 
 
 def rolling_out(case: Case) -> Sampling:
-    """Prompts once for all their answers, answers as many at a time as fit, and the longest alone
-    at the end.
+    """Estimate the time of a rollout: prefill once per prompt, decode as many responses as fit,
+    and the longest one alone at the end.
 
-    Of sessions what turns add is prefilled, too, with prefixes kept. Tools take time where nothing
-    else is left to sample: at the end, and wherever no more sessions are open than could be
-    decoded.
+    In conversations the tokens that each turn adds are prefilled too, with a prefix cache. Tools
+    take time only where nothing else is left to sample: at the end, and while the engine could
+    decode more conversations than are open.
     """
     config = case.config
     gpu = case.gpu
@@ -260,7 +260,7 @@ def _quantizing(case: Case) -> float:
 
 
 def _saving(case: Case, step_s: float) -> float:
-    """Each step's share of the copies into host memory; the disk is written beside the next
+    """Each step's share of the copies into CPU memory; the disk is written beside the next
     steps.
     """
     section = case.config.checkpoint

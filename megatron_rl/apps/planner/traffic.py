@@ -49,10 +49,10 @@ class SyncPlan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One output of one kind of weight: the same for every layer and expert, so worked out once."""
+    """Output of one kind of weight: equal for all layers and experts, so computed once."""
 
     tensor: TensorSpec  # of the first of its kind
-    split: bool  # whether the ranks of a group hold different parts of it
+    split: bool  # true if the ranks of a group hold different parts of it
     sent: tuple[int, ...]  # by every rank of the group but the first
 
 

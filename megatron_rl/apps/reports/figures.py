@@ -38,7 +38,7 @@ REACH = 8.0  # of the histogram of ratios, in nats
 
 
 def difficulty(runs: Sequence[RunData]) -> go.Figure | None:
-    """Shares of groups, stacked; of several runs only those with both kinds of answers."""
+    """Shares of groups, stacked; of several runs only those with correct and wrong responses."""
     figure = go.Figure()
     for number, run in enumerate(runs):
         names = ("groups", "groups_all_right", "groups_all_wrong")

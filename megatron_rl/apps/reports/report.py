@@ -1,4 +1,4 @@
-"""report.html, a page about one run or several side by side: numbers, figures, alarms, answers,
+"""report.html, a page about one run or several side by side: numbers, figures, alarms, responses,
 cause of the end.
 """
 

@@ -27,7 +27,7 @@ from megatron_rl.tracking.status import known_status
 LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
-# row of a chart -> the lanes that stand in it; the learner's rollout phase is its wait for answers
+# chart row -> its lanes; the learner's rollout phase is its wait for responses
 ROWS = {
     "sampler": ("sampler",),
     "rewards": ("rewards",),
@@ -66,7 +66,7 @@ class RunData(Curves):
     config: Mapping[str, Any]
     env: Mapping[str, Any]
     status: Mapping[str, Any]
-    # files of a torn folder, and why; grows while it is read
+    # unreadable files and the reasons; extended while the run is read
     unreadable: list[str] = field(default_factory=list)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -75,7 +75,7 @@ class RunData(Curves):
             if not isinstance(value, Mapping) or part not in value:
                 return default
             value = value[part]
-        # where a section or a list is expected, a torn file may hold something else
+        # an incomplete file may hold another type in the place of a section or a list
         if isinstance(default, dict | list) and not isinstance(value, type(default)):
             return default
         return value
@@ -136,7 +136,7 @@ def load_run(path: Path) -> RunData:
     config: dict[str, Any] = {}
     env: dict[str, Any] = {}
     lines: list[dict[str, float]] = []
-    torn = 0
+    incomplete = 0
     with reading(run.config, problems):
         config = _mapping(run.config)
     with reading(run.env, problems):
@@ -144,9 +144,9 @@ def load_run(path: Path) -> RunData:
     with reading(run.status, problems):
         read_json(run.status)
     with reading(run.metrics, problems):
-        lines, torn = read_lines(run.metrics)
-    if torn:
-        problems.append(f"{run.metrics.name}: {torn} lines are incomplete or without a step")
+        lines, incomplete = read_lines(run.metrics)
+    if incomplete:
+        problems.append(f"{run.metrics.name}: {incomplete} lines are incomplete or without a step")
     for file in sorted(run.rollouts.glob("*.parquet")):
         if not STEP.fullmatch(file.name):
             problems.append(f"rollouts/{file.name}: not named after a step")
@@ -250,7 +250,7 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
         return []
     lines: dict[int, list[tuple[str, float, float]]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, LookupError, TypeError):  # a torn line
+        with suppress(ValueError, LookupError, TypeError):  # an incomplete line
             line = json.loads(text)
             lines[line["step"]] = line["spans"]
     numbers = sorted(step for step in lines if step > 0)

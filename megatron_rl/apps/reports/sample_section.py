@@ -15,7 +15,7 @@ from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.types import Session
 
 PROMPT = 1500  # characters
-# tokens of a long answer
+# tokens of a long response
 HEAD = 120
 TAIL = 280
 FULL = 0.5  # nats at which a colour is full
@@ -99,7 +99,7 @@ def _differences(row: Mapping[str, Any]) -> list[float]:
 
 
 def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[Span]:
-    """The tokens of an answer; of a long one its two ends."""
+    """Tokens of a response; of a long one, its two ends."""
     for place, (piece, d) in enumerate(zip(pieces, differences, strict=True)):
         if HEAD <= place < len(pieces) - TAIL:
             if place == HEAD:

@@ -33,7 +33,7 @@ class Panel:
     about: str
     figure: go.Figure | None  # None: no run has the data
     wide: bool = False
-    sampled: bool = True  # has a meaning only where the sampler wrote the answers
+    sampled: bool = True  # has a meaning only where the sampler generated the responses
 
 
 def sections(runs: Sequence[RunData]) -> dict[str, list[Panel]]:

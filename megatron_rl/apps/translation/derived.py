@@ -13,10 +13,10 @@ from megatron_rl.config.schema import LearnerSection
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
-LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
+LONGEST_PROMPT = 2048  # where only the sum of prompt and response is given
 
 
-def derive(values: Values, told: Accounts) -> None:
+def derive(values: Values, accounts: Accounts) -> None:
     """Replaces the facts by keys."""
     for step in (
         _switches,
@@ -30,14 +30,14 @@ def derive(values: Values, told: Accounts) -> None:
         _data,
         _sampling,
     ):
-        step(values, told)
+        step(values, accounts)
     if reward := values.get("=reward"):
-        told.note("reward", reward=reward)
+        accounts.note("reward", reward=reward)
     for fact in shared()["facts"]:
         values.pop(f"={fact}", None)
 
 
-def _switches(values: Values, told: Accounts) -> None:
+def _switches(values: Values, accounts: Accounts) -> None:
     for fact, key in shared()["switches"].items():
         if values.get(f"={fact}") is False:
             values.pop(key, None)
@@ -50,10 +50,10 @@ def _switches(values: Values, told: Accounts) -> None:
         if values.get(estimator) == "dr_grpo":
             values[estimator] = "rloo"
         else:
-            told.lacks("a baseline without the answer itself", "baseline")
+            accounts.lacks("a baseline without the answer itself", "baseline")
 
 
-def _clips(values: Values, told: Accounts) -> None:
+def _clips(values: Values, accounts: Accounts) -> None:
     if "=both_clips" in values:
         for key in ("loss.clip_low", "loss.clip_high"):
             values.setdefault(key, values["=both_clips"])
@@ -61,7 +61,7 @@ def _clips(values: Values, told: Accounts) -> None:
         values["loss.clip_low"] = 1.0
 
 
-def _lengths(values: Values, told: Accounts) -> None:
+def _lengths(values: Values, accounts: Accounts) -> None:
     total = values.get("=total_tokens")
     prompt = values.get("rollout.max_prompt_tokens")
     response = values.get("rollout.max_response_tokens")
@@ -72,12 +72,12 @@ def _lengths(values: Values, told: Accounts) -> None:
         return
     if not prompt or prompt >= total:
         prompt = min(LONGEST_PROMPT, total // 2)
-    told.note("shared_tokens", total=total, prompt=prompt)
+    accounts.note("shared_tokens", total=total, prompt=prompt)
     values["rollout.max_prompt_tokens"] = prompt
     values["rollout.max_response_tokens"] = total - prompt
 
 
-def _batch(values: Values, told: Accounts) -> None:
+def _batch(values: Values, accounts: Accounts) -> None:
     samples = values.get("rollout.samples_per_prompt", 1)
     if device_rows := values.get("=device_answers"):
         rows = device_rows * values.get("=gpus", 1)
@@ -92,9 +92,9 @@ def _batch(values: Values, told: Accounts) -> None:
         if part := values.get(fact):  # 0, for some: the whole batch
             values["learner.n_minibatches"] = min(max(1, whole // part), prompts)
             if whole % part and part < whole:
-                told.note("larger_updates", whole=whole, part=part)
+                accounts.note("larger_updates", whole=whole, part=part)
     if (passes := values.get("=passes", 1)) != 1:
-        told.lacks(f"{passes} passes over a batch", "passes")
+        accounts.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
     key = "learner.tokens_per_microbatch"
     tokens = values.get(key) or values.get("=microbatch_answers", 0) * longest
@@ -102,7 +102,7 @@ def _batch(values: Values, told: Accounts) -> None:
         values[key] = max(tokens, longest)
 
 
-def _schedule(values: Values, told: Accounts) -> None:
+def _schedule(values: Values, accounts: Accounts) -> None:
     updates = values.get("learner.n_minibatches", 1)  # of a step
     for fact, key in (
         ("updates", "run.steps"),
@@ -120,7 +120,7 @@ def _schedule(values: Values, told: Accounts) -> None:
         values["=warmup_share"] = values.pop("optim.warmup_steps")
     if (share := values.get("=warmup_share")) and not values.get("optim.warmup_steps"):
         if steps is None:
-            told.note("warmup", share=share)
+            accounts.note("warmup", share=share)
         else:
             values["optim.warmup_steps"] = round(share * steps * updates)
     values["optim.warmup_steps"] = max(0, int(values.get("optim.warmup_steps", 0)))
@@ -130,10 +130,10 @@ def _schedule(values: Values, told: Accounts) -> None:
         if values.get("optim.min_lr", 0) > lr:
             values["optim.min_lr"] = lr
     if steps is None:
-        told.note("steps")
+        accounts.note("steps")
 
 
-def _model(values: Values, told: Accounts) -> None:
+def _model(values: Values, accounts: Accounts) -> None:
     path = values.get("=model")
     if path is None:
         return
@@ -142,10 +142,10 @@ def _model(values: Values, told: Accounts) -> None:
     if name.lower() in presets:
         values["model"] = presets[name.lower()]
     else:
-        values["model.path"] = _local(str(path), "models", told)
+        values["model.path"] = _local(str(path), "models", accounts)
 
 
-def _local(path: str, folder: str, told: Accounts) -> str:
+def _local(path: str, folder: str, accounts: Accounts) -> str:
     """A path as it is; a name on the hub is expected in a folder."""
     if (
         path.startswith(("/", ".", "~", "$", f"{folder}/"))
@@ -154,22 +154,22 @@ def _local(path: str, folder: str, told: Accounts) -> str:
     ):
         return path
     name = path.rsplit("/", 1)[-1]
-    told.note("name_there", path=path, folder=folder, name=name)
+    accounts.note("name_there", path=path, folder=folder, name=name)
     return f"{folder}/{name}"
 
 
-def _data(values: Values, told: Accounts) -> None:
+def _data(values: Values, accounts: Accounts) -> None:
     for key in ("train", "eval"):
         named = values.get(f"={key}") or []
         names = named if isinstance(named, list) else str(named).split(",")
-        files = [_local(str(one), "data", told) for one in names]
+        files = [_local(str(one), "data", accounts) for one in names]
         if files:
             values[f"data.{key}"] = files[0]
         if len(files) > 1 and key == "eval":
-            told.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
+            accounts.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
         elif len(files) > 1:
             values["data.train"] = dict.fromkeys(files, 1.0)
-            told.note("one_after_another")
+            accounts.note("one_after_another")
     if "data.eval" not in values:
         values["eval.every"] = 0
     if values.get("=template"):
@@ -179,29 +179,29 @@ def _data(values: Values, told: Accounts) -> None:
         values["log.wandb"] = "auto"
 
 
-def _sampling(values: Values, told: Accounts) -> None:
+def _sampling(values: Values, accounts: Accounts) -> None:
     if not 1 <= values.get("rollout.top_k", 0) <= 1024:
         values.pop("rollout.top_k", None)
     top_p = values.get("rollout.top_p", 1)
     if top_p < 1 and "rollout.top_k" not in values:
-        told.lacks(f"top_p {top_p:g}", "any_size")
+        accounts.lacks(f"top_p {top_p:g}", "any_size")
         values["rollout.top_p"] = 1.0
     if values.get("eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
-        told.note("greedy")
+        accounts.note("greedy")
     if values.get("rollout.max_staleness", 0) > MOST_AHEAD:
-        told.note("far_ahead", ahead=values["rollout.max_staleness"], most=MOST_AHEAD)
+        accounts.note("far_ahead", ahead=values["rollout.max_staleness"], most=MOST_AHEAD)
         values["rollout.max_staleness"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
         if (every := values.get(key, 0)) % 1:
-            told.lacks(f"{key}: {every:g}", "share_of_steps")
+            accounts.lacks(f"{key}: {every:g}", "share_of_steps")
             del values[key]
     if values.get("eval.every", 0) < 0:
         values["eval.every"] = 0
     alone = values.get("rollout.samples_per_prompt") == 1
     if alone and values.get("rollout.dynamic_sampling"):
         values["rollout.dynamic_sampling"] = False
-        told.note("no_spread")
+        accounts.note("no_spread")
     if alone and values.get("advantage.estimator", "grpo") in GROUPED:
         values["advantage.estimator"] = "reinforce_pp"
-        told.note("one_answer")
+        accounts.note("one_answer")

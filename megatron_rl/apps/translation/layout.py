@@ -31,7 +31,7 @@ class Accounts:
         self.missing[what] = shared()["says"][sentence]
 
 
-def ranks(values: Values, told: Accounts) -> None:
+def ranks(values: Values, accounts: Accounts) -> None:
     """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
     both = str(values.get("=allocation") or "").split("+")
     words = {
@@ -45,7 +45,7 @@ def ranks(values: Values, told: Accounts) -> None:
         found = re.findall(r"([dptce])(\d{1,6})", str(word).rsplit(":", 1)[-1])
         sizes = dict.fromkeys("dptce", 1) | {kind: int(digits) for kind, digits in found}
         if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
-            told.lacks(f"sizes of the {role}: {word}", "no_sizes")
+            accounts.lacks(f"sizes of the {role}: {word}", "no_sizes")
             continue
         values[f"={role}_gpus"] = math.prod(sizes[kind] for kind in "dptc")
         values[f"{role}.tensor_parallel"] = sizes["t"]
@@ -58,7 +58,7 @@ def ranks(values: Values, told: Accounts) -> None:
             }
 
 
-def layout(values: Values, told: Accounts) -> None:
+def layout(values: Values, accounts: Accounts) -> None:
     nodes = values.get("=nodes", 1)
     gpus = values.get("=gpus", 8)
     tensor = values.get("learner.tensor_parallel", 1)
@@ -69,10 +69,10 @@ def layout(values: Values, told: Accounts) -> None:
     apart = ahead or values.get("=shared") is False
     if not own and apart:
         own = values.get("=sampler_engines", 0) * engine
-    if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
+    if values.get("=shared") and not ahead:  # asynchronous engines have their own GPUs
         own = 0
     elif not own and ahead:
-        told.lacks(
+        accounts.lacks(
             f"rollout.max_staleness: {values.pop('rollout.max_staleness')} on shared GPUs",
             "never_sleeps",
         )
@@ -88,25 +88,25 @@ def layout(values: Values, told: Accounts) -> None:
         if not own:
             own = learner // 2
             learner -= own
-            told.note("halves")
+            accounts.note("halves")
         values["sampler.dedicated_nodes"] = True
         values["sampler.engines"] = max(1, own // engine)
     each = tensor * stages * values.get("learner.context_parallel", 1)
     if learner % each:
-        told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
+        accounts.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
     values["learner.data_parallel"] = max(1, learner // each)
     name = f"{nodes}n{nodes * gpus}g"
     if (CONF / "cluster" / f"{name}.yaml").is_file():
         values["cluster"] = name
     else:
-        told.note("no_cluster", nodes=nodes, gpus=gpus)
+        accounts.note("no_cluster", nodes=nodes, gpus=gpus)
     key = "learner.megatron.recompute"
     if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
         values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}
     if tensor > 1:
         values.setdefault("learner.megatron.sequence_parallel", True)
     if values.get("=sharded"):
-        told.note("sharded")
+        accounts.note("sharded")
 
 
 def _one_node(values: Values, gpus: int, engines_gpus: int, engine: int) -> None:

@@ -77,43 +77,47 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
 
 
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
-    told = Accounts()
+    accounts = Accounts()
     others = {path: rules.reason(path) for path in flat if path not in rules.by_name}
     for path in others:
         _refuse_near(rules, path, flat[path])
     correction = translate(
         rules.project, {path: flat[path] for path in flat if not others.get(path)}
     )
-    told.notes += [
+    accounts.notes += [
         note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))
     ]
-    values = _values(rules, flat, told)
+    values = _values(rules, flat, accounts)
     for path, why in others.items():
         if why:
-            told.not_needed.setdefault(why, []).append(path)
+            accounts.not_needed.setdefault(why, []).append(path)
         elif path in correction.read:
-            told.translated.append(path)
+            accounts.translated.append(path)
         else:
-            told.unknown[path] = flat[path]
-    derive(values, told)
+            accounts.unknown[path] = flat[path]
+    derive(values, accounts)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
     if values.get("rollout.max_staleness") and not corrects(
         correction.config, LossConfig(name=values.get("loss.name", "ppo"))
     ):
-        told.lacks(f"answers {values.pop('rollout.max_staleness')} updates old", "nothing_corrects")
+        accounts.lacks(
+            f"answers {values.pop('rollout.max_staleness')} updates old", "nothing_corrects"
+        )
     values |= correction_section(correction.config)
-    return Recipe(_nested({key: value for key, value in values.items() if value is not None}), told)
+    return Recipe(
+        _nested({key: value for key, value in values.items() if value is not None}), accounts
+    )
 
 
-def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
+def _values(rules: Table, flat: Mapping[str, Any], accounts: Accounts) -> Values:
     """Values by our key: constants, their defaults, then the file's values in the table's order."""
     values: Values = dict(rules.always)
     on = [row for row in rules.rows if _counts(rules, row, flat)]
     for row in on:
         if row.default is not None and row.to:
             if not _set(values, row, row.theirs, row.default) and flat.keys().isdisjoint(row.names):
-                told.missing[
+                accounts.missing[
                     f"{row.theirs}, which is {as_written(row.default)} there by default"
                 ] = row.why
     for row in rules.rows:
@@ -121,9 +125,9 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
         for name in [name for name in found if not isinstance(flat[name], Unset)] or found:
             value = flat[name]
             if row not in on:
-                told.not_needed.setdefault(OFF, []).append(name)
+                accounts.not_needed.setdefault(OFF, []).append(name)
                 continue
-            told.translated.append(name)
+            accounts.translated.append(name)
             parts = value if isinstance(value, list) else [value]
             unset = next((part for part in parts if isinstance(part, Unset)), None)
             if unset and row.to:
@@ -132,7 +136,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
                         f"{rules.project}: {name} is {unset.text}: it {unset.hint(name)}"
                     )
             elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
-                told.missing[f"{name}: {_short(value)}"] = row.why or f"see {', '.join(row.to)}"
+                accounts.missing[f"{name}: {_short(value)}"] = row.why or f"see {', '.join(row.to)}"
     return values
 
 

@@ -66,7 +66,7 @@ def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
         text = str(word)
         assigned = ASSIGNED.match(text)
         begins_flag = text.startswith("-") and not NUMBER.match(text)
-        if isinstance(word, Unset) and text.endswith("[@]}"):  # arguments that nobody knows
+        if isinstance(word, Unset) and text.endswith("[@]}"):  # unknown arguments
             found[text] = word
             flag = ""
         elif assigned and (begins_flag or not flag):

@@ -33,7 +33,7 @@ MODES = (
     "cispo",
     "bypass_mode",
 )
-# a mean over rows, whatever loss_agg_mode says
+# a mean over rows; loss_agg_mode is ignored
 ROW_MODES = {
     "gspo": "gspo",
     "sapo": "sapo",

@@ -103,7 +103,7 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
     good = cell("s", "good", areas=(0.70, 0.71, 0.72))
     near = cell("s", "near", areas=(0.72, 0.66, 0.74))
     bad = cell("s", "bad", areas=(0.40, 0.41, 0.43))
-    failed = cell("s", "torn", areas=(0.99, 0.99, 0.99), state="failed")
+    failed = cell("s", "incomplete", areas=(0.99, 0.99, 0.99), state="failed")
     exact = cell("exact", "none", areas=(0.73, 0.74, 0.75))
     shown = compared(good, near, bad, failed, exact, reference=exact.labels)
     assert findings(shown) == [Finding(("s",), good, (bad,), (near,), (failed,))]
@@ -139,13 +139,13 @@ def test_corrections_that_did_the_same_are_named():
     assert the_finding(other, tis).alike == ()
 
 
-def test_corrections_that_did_the_same_are_told_where_they_would_differ():
+def test_equal_corrections_get_a_hint_where_they_would_differ():
     tis, icepop = (cell("s", name, areas=(0.7,)) for name in ("tis", "icepop"))
     reached = replace(tis, runs=(replace(tis.runs[0], ratios=(0.7, 1.3)),))
-    told = str(the_finding(reached, icepop))
-    assert "[0.7, 1.3]" in told
-    assert "correction.weight.high=1.15" in told
-    assert "recipes/first_comparison.yaml" in told
+    text = str(the_finding(reached, icepop))
+    assert "[0.7, 1.3]" in text
+    assert "correction.weight.high=1.15" in text
+    assert "recipes/first_comparison.yaml" in text
     assert "correction.weight" not in str(the_finding(tis, icepop))
 
 

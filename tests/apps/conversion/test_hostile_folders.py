@@ -42,8 +42,8 @@ def weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 def config(**changes: Any) -> Callable[[Path], None]:
     def attack(folder: Path) -> None:
-        told = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(told | changes))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
 
     return attack
 

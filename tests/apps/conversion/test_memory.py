@@ -56,7 +56,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     asked = "".join(
         json.dumps([words(name, "small"), words(name, "large")]) + "\n" for name in CONVERSIONS
     )
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, __file__],
         input=asked,
         capture_output=True,
@@ -64,8 +64,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert told.returncode == 0, told.stderr
-    return dict(zip(CONVERSIONS, map(int, told.stdout.splitlines()), strict=True))
+    assert result.returncode == 0, result.stderr
+    return dict(zip(CONVERSIONS, map(int, result.stdout.splitlines()), strict=True))
 
 
 def test_memory(peaks: dict[str, int]) -> None:

@@ -29,8 +29,8 @@ from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 
-JOURNEYS = re.findall(
-    r"```bash journey\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL
+WORKFLOWS = re.findall(
+    r"```bash workflow\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL
 )
 Run = tuple[Path, dict[str, torch.Tensor]]
 
@@ -122,9 +122,9 @@ def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.fault(
-    "a checkpoint of a run is torn", "export names the file, and takes no other in its place"
+    "a checkpoint of a run is incomplete", "export names the file, and uses no other checkpoint"
 )
-def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run[0], folder)
     data = next((folder / "checkpoints" / "step_3" / "policy").glob("*.distcp"))
@@ -137,7 +137,7 @@ def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders that the commands name."""
-    folder = tmp_path_factory.mktemp("journeys")
+    folder = tmp_path_factory.mktemp("workflows")
     config = config_of("qwen3", tie_word_embeddings=True)
     run = folder / "runs" / "dapo"
     policy = made(folder / "models" / "policy", config)
@@ -157,8 +157,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_commands_as_they_stand_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    assert len(JOURNEYS) == 4
-    for line in "".join(JOURNEYS).splitlines():
+    assert len(WORKFLOWS) == 4
+    for line in "".join(WORKFLOWS).splitlines():
         program, tool, *words = shlex.split(line)
         assert (program, tool) == ("python", "tools/convert.py")
         assert convert.main(words) == 0, line

@@ -149,7 +149,7 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
             "eval.sets.missing.path",
         ),
         (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
-        (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
+        (["chat", "MODEL", "-p", ""], "-p: the prompt is empty"),
         (["chat", "MODEL", "-p", "a\udcff"], "is not UTF-8"),
         (["mismatch", "MODEL", "-n", "0"], "--sequences: 0"),
         (
@@ -182,7 +182,7 @@ def test_the_commands_refuse_before_anything_starts(
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
-        ("</dev/null", "nothing to answer"),
+        ("</dev/null", "the prompt is empty"),
         ("</dev/zero", "longer than 1048576"),
         ("< <(printf '\\377')", "UTF-8"),
     ],

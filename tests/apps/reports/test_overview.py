@@ -59,8 +59,10 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 12, 2 kept" in said["checkpoint"]
 
 
-@pytest.mark.fault("a watched run's files grow by torn pieces", "watching goes on to the run's end")
-def test_watching_a_run_whose_files_are_torn(
+@pytest.mark.fault(
+    "a watched run's files grow by incomplete lines", "watching continues to the run's end"
+)
+def test_watching_a_run_with_incomplete_files(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as its owner, who lives, would see it
@@ -82,7 +84,7 @@ def test_watching_a_run_whose_files_are_torn(
     assert "not readable" in stream.getvalue()
 
 
-def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -> None:
+def test_incomplete_and_unknown_folders(run: Path, tmp_path: Path, command: Command) -> None:
     for content in (
         "{",
         "[1]",
@@ -95,11 +97,11 @@ def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -
             }
         ),
     ):
-        torn = tmp_path / "torn"
-        torn.mkdir(exist_ok=True)
-        (torn / "status.json").write_text(content)
-        (torn / "metrics.jsonl").write_text('{"progress/step": 1}\n{"prog')
-        assert "1 of" in command("status", torn, run)
+        incomplete = tmp_path / "incomplete"
+        incomplete.mkdir(exist_ok=True)
+        (incomplete / "status.json").write_text(content)
+        (incomplete / "metrics.jsonl").write_text('{"progress/step": 1}\n{"prog')
+        assert "1 of" in command("status", incomplete, run)
     assert "not a run directory" in command("status", tmp_path, status=2)
 
 

@@ -212,7 +212,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         write_report([tmp_path], tmp_path / "r.html")
 
 
-def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
+def test_runs_of_the_same_name_are_distinguished(runs, tmp_path):
     twin = tmp_path / runs[0].name
     twin.mkdir()
     (twin / "metrics.jsonl").write_text(json.dumps({"progress/step": 0}) + "\n")

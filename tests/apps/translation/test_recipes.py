@@ -414,7 +414,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
 
 
 def mistaken(name: str, source: random.Random) -> str:
-    """One letter left out, put in, exchanged, or in its neighbour's place."""
+    """Return the name with one letter removed, inserted, replaced or swapped."""
     place = source.randrange(len(name))
     letter = source.choice("abcdefghijklmnopqrstuvwxyz_")
     changes = [
@@ -428,7 +428,7 @@ def mistaken(name: str, source: random.Random) -> str:
 
 
 def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
-    """One mistake at a time is an error or listed as unknown, in each of eight projects."""
+    """A single typo is an error or listed as unknown, in each of eight projects."""
     source = random.Random(0)
     seen = dict.fromkeys(projects(), 0)
     cases = [(project, flatten(mapping)) for project, mapping in ALL if project in seen]

@@ -39,7 +39,7 @@ def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
         assert check_objective(config, loss) == [], (framework, mapping)
 
 
-def test_whatever_is_handed_over_is_translated_or_refused() -> None:
+def test_every_input_is_translated_or_refused() -> None:
     """Random values of real keys give a valid correction or a TranslationError."""
     names = {
         name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)})

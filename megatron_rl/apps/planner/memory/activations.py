@@ -24,7 +24,7 @@ from megatron_rl.models.model import Model
 FP32 = 4
 INT64 = 8
 BOOL = 1
-SHORT = 384  # on hosts attention is in FP32 up to this length: learner/modules/layers.py
+SHORT = 384  # on CPUs attention is in FP32 up to this length: learner/modules/layers.py
 # what megatron-core recomputes where `recompute_modules` names nothing else
 SELECTIVE = ("core_attn",)
 Parts = Mapping[str, float]
@@ -32,7 +32,7 @@ Parts = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch."""
+    """Micro-batch."""
 
     tokens: float
     responses: float  # of the tokens: those that get logits
@@ -50,7 +50,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Training:
-    """What the learner's section says about it."""
+    """Settings of the learner that affect activation memory."""
 
     width: int  # bytes of an activation
     sp: int  # ranks that share the positions outside of attention and MLP
@@ -191,9 +191,7 @@ def _experts(model: Model, training: Training) -> dict[str, float]:
 
 
 def _adapters(model: Model, training: Training) -> float:
-    """What comes out of each A, and on GPUs the norms' results, which the layers that read them do
-    not give away.
-    """
+    """Return bytes of LoRA A outputs and, on GPUs, of norm outputs that the next layers keep."""
     shape = model.shape
     one = replace(shape, layers=1, experts=min(shape.experts, 1))
     found = 0.0

@@ -1,4 +1,4 @@
-"""Bytes of a vLLM engine on one GPU, or on a host: weights, runtime, cache, what stays asleep; and
+"""Bytes of a vLLM engine on one GPU or CPU: weights, runtime, cache, what stays asleep; and
 its cache's tokens.
 
 As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker
@@ -108,7 +108,7 @@ def of_engine(
     capacity: float | None,
     host: bool,
 ) -> EngineMemory:
-    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known,
+    """`longest`: tokens of a prompt with its response. `capacity`: bytes of a GPU; None: not known,
     and no cache.
     """
     shape = model.shape
@@ -140,7 +140,7 @@ def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:
 
 
 def _step(model: Model, sampler: SamplerSection, longest: int) -> float:
-    """What vLLM's profiling run finds: a layer's widest results, and FP32 logits twice."""
+    """Estimate the peak of vLLM's profiling run: a layer's widest outputs and two FP32 logits."""
     tokens = int(sampler.vllm.get("max_num_batched_tokens") or max(longest, BATCHED))
     shape = model.shape
     width = 3 * (chosen(model) * shape.expert_ffn if shape.experts else shape.ffn)

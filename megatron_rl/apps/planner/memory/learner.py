@@ -1,4 +1,4 @@
-"""Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer,
+"""Memory of the learner on one GPU (or CPU process) of a pipeline stage: weights, optimizer,
 activations, logits.
 """
 
