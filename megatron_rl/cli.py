@@ -14,6 +14,7 @@ with leaving_at_once():
 
     hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
 
+    from megatron_rl import __version__
     from megatron_rl.commands import app, serve, train
     from megatron_rl.config import ConfigError
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-rl", description="More of each: megatron-rl COMMAND --help"
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     apps = app("commands")
     for command in (train, serve, *(apps.COMMANDS if apps else ())):

@@ -35,7 +35,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "site/torch/empty.py": b"",
         "site/nvidia/cu13/lib/libnccl.so": b"",
         "site/bin/ninja": b"",
-        "project/pyproject.toml": b'version = "1.2"\n',
+        "project/megatron_rl/__init__.py": b'__version__ = "1.2"\n',
         "python": PYTHON.encode(),
         "offline/base/unpack.sh": (OFFLINE / "unpack.sh").read_bytes(),
         "offline/base/pieces.py": (OFFLINE / "pieces.py").read_bytes(),
@@ -75,6 +75,7 @@ def test_what_was_packed_is_installed(bundle: Path) -> None:
     assert (site / "torch/empty.py").read_bytes() == b""
     assert os.access(prefix / "env/bin/ninja", os.X_OK)
     assert (prefix / "env.sh").is_file()
+    assert (site / "megatron_rl-1.2.dist-info/METADATA").is_file()
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])

@@ -105,7 +105,7 @@ if [[ -f $here/before.tar.xz ]]; then
   unpack_project "$here/before.tar.xz" "$PREFIX/before"
 fi
 echo "$PREFIX/project" >"$site/project.pth"
-version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$PREFIX/project/pyproject.toml")
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' "$PREFIX/project/megatron_rl/__init__.py")
 info=$site/megatron_rl-$version.dist-info
 mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: megatron-rl\nVersion: %s\n' "$version" >"$info/METADATA"
