@@ -72,9 +72,8 @@ class Engine:
             "torn": ready.torn,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
-            "building": any(
-                self.llm.collective_rpc("weight_update_building")
-            ),  # double buffering is supported
+            # new weights are being built beside the live ones
+            "building": any(self.llm.collective_rpc("weight_update_building")),
             "open": len(self.samples),
             "longest": self.longest,  # tokens of prompt and response together
             "cache_tokens": self._cache_tokens,

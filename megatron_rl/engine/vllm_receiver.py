@@ -89,7 +89,7 @@ class Checked:
     X(Checked, Base)`.
     """
 
-    building = False  # no double buffering
+    building = False  # no background build
 
     model: torch.nn.Module
     model_config: Any

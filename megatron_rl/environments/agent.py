@@ -60,9 +60,8 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        self.transport.set_write_buffer_limits(
-            0
-        )  # no user-space buffer: written data is with the kernel
+        # no user-space buffer: written data is with the kernel
+        self.transport.set_write_buffer_limits(0)
         STRANGERS.add(self.transport, STRANGER_S)
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -176,10 +176,8 @@ class Conversation:
         """Return the tokens of the text that follows the previous turn's response."""
         place = len(before.messages)
         answer = _sentinel()
-        for one in (
-            {**messages[place], **answer},
-            answer,
-        ):  # some templates print no text besides calls
+        # some templates print no text besides calls
+        for one in ({**messages[place], **answer}, answer):
             shown = [*messages[:place], one, *messages[place + 1 :]]
             _, found, rest = self._rendered(shown, tools, True).rpartition(answer["content"])
             if found and (stop := self._stop.search(rest)):

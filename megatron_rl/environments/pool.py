@@ -220,9 +220,8 @@ class EnvironmentPool:
         """Return a process without an open environment."""
         while self._idle:
             process = self._idle.pop()
-            if (
-                process.alive and process.fork_server.poll() is None
-            ):  # otherwise it is about to end, too
+            # without its fork server the process is about to end, too
+            if process.alive and process.fork_server.poll() is None:
                 return process
         for _ in range(FORK_SERVERS - 1):
             with suppress(ForkServerLost):

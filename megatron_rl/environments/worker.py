@@ -129,9 +129,8 @@ class Conversation:
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except TooLate:
-                self._loop = (
-                    asyncio.new_event_loop()
-                )  # the previous loop may have been stopped in any state
+                # the previous loop may have been stopped in any state
+                self._loop = asyncio.new_event_loop()
                 reply = {"error": f"not done within {request['seconds']:g} s"}
             except BaseException as error:  # the user's code: any exception is its result
                 reply = {"error": _text_of(error)}

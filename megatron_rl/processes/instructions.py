@@ -10,10 +10,11 @@ from megatron_rl.processes.process import own_cores
 
 CPU_FLAGS = Path("/proc/cpuinfo")
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first that is set counts
+# one of each is required
 NEEDS = {
     "bf16": ("avx512_bf16", "amx_tile"),
     "int8": ("avx512_vnni", "amx_tile"),
-}  # one of each is required
+}
 _PLAIN = ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 BELOW = {"bf16": (*_PLAIN, "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE_VNNI"), "int8": _PLAIN}
 

@@ -23,9 +23,8 @@ from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 CPU_FLAGS = Path("/proc/cpuinfo")
-_REGISTERED: list[
-    torch.library.Library
-] = []  # keeps the libraries alive, and with them their kernels
+# keeps the libraries alive, and with them their kernels
+_REGISTERED: list[torch.library.Library] = []
 
 
 def has_bf16() -> bool:

@@ -36,9 +36,8 @@ def _is_loaded() -> bool:
         library = "_C_AVX512.abi3.so"
     else:
         library = "_C_AVX2.abi3.so"
-    if (
-        torch.cpu._is_avx512_bf16_supported()
-    ):  # of several kernels, by the processor, as vLLM chooses
+    # of several kernels, by the processor, as vLLM chooses
+    if torch.cpu._is_avx512_bf16_supported():
         library = "_C.abi3.so"
     try:
         torch.ops.load_library(str(Path(found.origin).with_name(library)))

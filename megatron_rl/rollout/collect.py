@@ -385,9 +385,8 @@ def _task(rollout: Rollout, text: str) -> Task:
     session = rollout.session
     finish: str = rollout.finish_reason
     text = session.answer if session else text
-    if (
-        session and session.turns and session.end != "length"
-    ):  # also if this branch ended differently
+    # also if this branch ended differently
+    if session and session.turns and session.end != "length":
         finish = session.turns[-1].finish_reason
     return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
 

@@ -161,9 +161,8 @@ class Dispatcher:
                     self._completions(job, replica, self._served[since])
                 )
                 while replica.state is State.updating and self._others(completions, since):
-                    await asyncio.sleep(
-                        POLL_S
-                    )  # the notice that they are loaded has not arrived yet
+                    # the notice that they are loaded has not arrived yet
+                    await asyncio.sleep(POLL_S)
                 if others := self._others(completions, since):
                     allowed = " or ".join(map(str, self._served[since:]))
                     raise EngineGone(
@@ -183,7 +182,9 @@ class Dispatcher:
                 self._count(replica, -job.params.samples)
                 self.notify()
             self._meter.retried += 1
-        raise SamplerError(f"{job} failed on {TRIES} servers; the last error: {reason}")
+        raise SamplerError(
+            f"{job} failed in {TRIES} tries, each of which ended its server; the last error: {reason}"
+        )
 
     async def _completions(self, job: Request, replica: Replica, version: int) -> list[Completion]:
         params = job.params

@@ -215,9 +215,8 @@ class FilePush(Push):
             try:
                 for pair in tensors:
                     _hand_over(pair, handover, writing)
-            except (
-                BaseException
-            ) as error:  # the writer must not mistake the tensors so far for a complete version
+            # the writer must not mistake the tensors so far for a complete version
+            except BaseException as error:
                 last = error
                 raise
             finally:

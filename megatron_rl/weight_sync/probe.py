@@ -178,7 +178,8 @@ def _rounding_note(probe: Probe) -> str:
         return ""
     text = f"Rounding as this format does, the learner differs by {probe.expected:.3g} from itself"
     if probe.unexplained is not None:
-        text += f", by {probe.unexplained:.3g} from the sampler (at most {probe.pair.nats:.3g}: a rounding)"
+        text += f", by {probe.unexplained:.3g} from the sampler "
+        text += f"(at most {probe.pair.nats:.3g}: a rounding)"
     return text + ". "
 
 
@@ -215,7 +216,7 @@ def check_formats(
 
 
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
-    """Likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
+    """Return the likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
         return "No tokens to compare: the sampler returned empty responses."
     if result.learner_missing:

@@ -38,9 +38,8 @@ class WholeSource:
     """
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
-        self.sums: dict[
-            str, torch.Tensor
-        ] = {}  # checksums of the tensors that this rank has yielded
+        # checksums of the tensors that this rank has yielded
+        self.sums: dict[str, torch.Tensor] = {}
         self.shards = source
         self._everywhere = everywhere
         self._rank = this_rank()

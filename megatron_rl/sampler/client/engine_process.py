@@ -243,7 +243,7 @@ def lost_worker(path: Path | None) -> str:
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
     if not died:
         return ""
-    name, code = died[
-        0
-    ].groups()  # None: the worker was found dead before its exit status was known
-    return f"the engine's worker {name} was {describe_end(int(code)) if code != 'None' else 'terminated'}"
+    # None: the worker was found dead before its exit status was known
+    name, code = died[0].groups()
+    end = "terminated" if code == "None" else describe_end(int(code))
+    return f"the engine's worker {name} was {end}"
