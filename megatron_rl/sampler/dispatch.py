@@ -183,7 +183,8 @@ class Dispatcher:
                 self.notify()
             self._meter.retried += 1
         raise SamplerError(
-            f"{job} failed in {TRIES} tries, each of which ended its server; the last error: {reason}"
+            f"{job} failed in {TRIES} tries, each of which ended its server; "
+            f"the last error: {reason}"
         )
 
     async def _completions(self, job: Request, replica: Replica, version: int) -> list[Completion]:

@@ -232,7 +232,7 @@ def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
     finite = sampler[sampler.isfinite()].double()
     if len(finite) > 1 and float(finite.std()) < CONSTANT_STD:
         return (
-            "Its logprobs are the same for every token: the kernel state of a quantized layer "
+            "Its logprobs are constant for all tokens: the kernel state of a quantized layer "
             "was not rebuilt."
         )
     if len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:
