@@ -1,10 +1,9 @@
-"""Process of an embedded vLLM engine, asked by its parent: `python -m megatron_rl.engine.child FD
-PARENT_PID CORES`; `run` is the life of a server's process, too (server.py).
+"""Process of an embedded vLLM engine: `python -m megatron_rl.engine.child FD PARENT_PID CORES`;
+`run` is the main function of a server's process, too (server.py).
 
-The socket FD brings the engine's arguments and then requests (messages.py); its end is the
-process's end. The kernel ends the process with its parent, too. CORES, such as `0,1`, confine
-it to a share of the machine; `all` does not. It ignores Ctrl-C and USR1: its parent decides
-what they mean.
+The socket FD brings the engine's arguments and then requests (messages.py); the process ends when
+it closes. The kernel ends the process with its parent, too. CORES, such as `0,1`, binds it to a
+share of the machine; `all` does not. It ignores Ctrl-C and USR1, which its parent handles.
 """
 
 import socket
@@ -21,7 +20,7 @@ from megatron_rl.processes.channel import Channel, ChannelClosed
 
 
 class ParentLine:
-    """The socket to the parent: requests come by it, and their replies go back."""
+    """Socket to the parent, for requests and their replies."""
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor))
@@ -33,7 +32,9 @@ class ParentLine:
         self._channel.send(frames)
 
     def pass_on(self, service: Service) -> None:
-        """A thread, so that the parent's end is noticed in the middle of a long step."""
+        """Forward requests in a thread, so that the parent's end is noticed in the middle of a long
+        step.
+        """
         try:
             while True:
                 service.ask(self, self.receive())
@@ -47,8 +48,8 @@ def run(
     cores: str,
     opened: Callable[[Engine, Service], None] = lambda *_: None,
 ) -> None:
-    """The process's whole life. `opened`: what is done once there is an engine, and before the
-    parent hears of it.
+    """Run the process from start to end. `opened`: called once the engine is up, before the parent
+    is notified.
     """
     process.die_with_parent(parent)
     process.leave_to_the_driver()
@@ -60,7 +61,7 @@ def run(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        process.end_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
+        process.end_own_group()  # workers included; an orderly shutdown takes seconds
 
 
 def _serve(line: ParentLine, opened: Callable[[Engine, Service], None]) -> None:
@@ -74,8 +75,8 @@ def _serve(line: ParentLine, opened: Callable[[Engine, Service], None]) -> None:
         traceback.print_exc()
         line.send([{"id": first["id"], "error": described(error)}])
         return
-    told: dict[str, Any] = engine.status()
-    line.send([{"id": first["id"], "value": told}])
+    status: dict[str, Any] = engine.status()
+    line.send([{"id": first["id"], "value": status}])
     service.run(engine)
 
 

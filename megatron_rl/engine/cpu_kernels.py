@@ -1,23 +1,23 @@
-"""Replacements for vLLM's INT8, FP8 and attention choices on CPUs, which are slow, inexact or crash
-there; every worker has them (receiver.py), and on GPUs they do nothing.
+"""Replacements for vLLM's INT8, FP8 and attention kernels on CPUs, where its choices are slow,
+inexact or crash; installed in every worker (receiver.py), no-ops on GPUs.
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also
 where activations are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing
-else differs. It takes oneDNN on every host, where vLLM has a second kernel for AMX tiles: one
-arithmetic, whatever the processor. On processors without INT8 dot products (AVX2, the first
+else differs. It uses oneDNN on every CPU, where vLLM has a second kernel for AMX tiles, so that
+results do not depend on the processor. On processors without INT8 dot products (AVX2, the first
 AVX-512) oneDNN adds products in pairs of 16 bits, which saturate: ordinary layers are off by more
 than INT8's own rounding. There the codes are multiplied in FP32 (quantization/cpu_matmul.py).
-Goes when oneDNN's products are exact everywhere.
+Remove when oneDNN's products are exact everywhere.
 
-FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8
+FP8: vLLM multiplies FP8 matrices element by element on CPUs, ten times slower than BF16. Every FP8
 value is exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds
 activations to FP8 as vLLM does, and multiplies in BF16 with FP32 accumulation. The numbers agree up
 to one more BF16 rounding of the output. oneDNN has no BF16 products for processors without AVX-512:
 there FP8 values are held and multiplied in FP32 (cpu_matmul.py, as above).
 
-Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have
-replaced in the meantime, and ends the process with an illegal instruction on a prompt of one token.
-Its AVX-512 kernel takes its place. Goes when vLLM configures its tiles at every call.
+Attention: vLLM 0.32's kernel for AMX tiles relies on a tile configuration that oneDNN's products
+have replaced in the meantime, and ends the process with an illegal instruction on a prompt of one
+token. Its AVX-512 kernel is used instead. Remove when vLLM configures its tiles at every call.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -77,8 +77,8 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         layer.weight = None  # the handler holds the packed copy
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights
-        of old versions.
+        """Apply the kernel directly: vLLM keeps its choice as a bound method, a reference cycle
+        that keeps the weights of old versions alive.
         """
         if isinstance(self.dnnl_handler, cpu_matmul.Int8Weight):
             return self._apply_weights_in_fp32(layer, x, bias)
@@ -94,7 +94,9 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 @functools.cache
 def products_are_exact() -> bool:
-    """Return True if this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
+    """Return True if this processor sums INT8 products without saturating, as oneDNN multiplies
+    them here.
+    """
     return vllm_operators.int8_is_exact()
 
 
@@ -106,9 +108,9 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         if not current_platform.is_cpu():
-            return False, "runs on hosts only"
+            return False, "runs on CPUs only"
         if ops.cpu_has_amx_fp8():
-            return False, "this host multiplies FP8 natively"
+            return False, "this CPU multiplies FP8 natively"
         return True, None
 
     @classmethod
@@ -144,8 +146,8 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def _onednn_product(
         self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """FP8 product through oneDNN: that of `cpu_matmul.Fp8Weight` but for the order
-        of the sums.
+        """Multiply FP8 through oneDNN; equals `cpu_matmul.Fp8Weight` except for the order of the
+        sums.
         """
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
@@ -171,7 +173,7 @@ _vllms_choice = cpu_attn._get_attn_isa
 
 
 def attention_kernel(*args: Any, **kwargs: Any) -> str:
-    """vLLM's choice for this processor, except the one for tiles."""
+    """Return vLLM's choice for this processor, except the AMX kernel."""
     chosen = _vllms_choice(*args, **kwargs)
     return VECTORS if chosen == TILES else chosen
 

@@ -1,12 +1,12 @@
-"""Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, swapped
-in all at once.
+"""Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, then
+swapped in.
 
 `Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and
 packed weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live
-model stays as it is; `swap` then exchanges the two, which takes a moment. Whatever goes wrong
-before the swap leaves the live model whole.
+model is unchanged; `swap` then exchanges the two, which takes milliseconds. A failure before the
+swap leaves the live model intact.
 
-Attention layers are shared with the live model: they hold the cache, and on hosts no update changes
+Attention layers are shared with the live model: they hold the cache, and on CPUs no update changes
 them.
 """
 
@@ -38,9 +38,10 @@ from megatron_rl.engine.reload import (
 
 
 def can_double(model: torch.nn.Module) -> bool:
-    """Whether every layer that packs its weights is of a kind that a twin can pack.
+    """True if a twin can pack every layer that packs its weights.
 
-    The scales of a quantized cache are not: they belong to the attention layers, which are shared.
+    False for the scales of a quantized cache: they belong to the attention layers, which are
+    shared.
     """
     packed = (
         m
@@ -56,11 +57,13 @@ def can_double(model: torch.nn.Module) -> bool:
 
 
 class Twin:
-    """The weights that will serve next."""
+    """Copy of the weights, to be served next."""
 
     @torch.no_grad()
     def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill and pack; raises if a parameter was not written. The live model is not touched."""
+        """Fill and pack the copy; raise if a parameter was not written. The live model is
+        unchanged.
+        """
         self._pairs: dict[torch.nn.Module, torch.nn.Module] = {}  # live, twin
         twin_model = self._twin(model)
         for live, twin in self._pairs.items():
@@ -76,7 +79,7 @@ class Twin:
                 and isinstance(twin, VocabParallelEmbedding)
                 and not isinstance(twin, ParallelLMHead)
             ):
-                # only looked up in; vLLM packs it for multiplications all the same
+                # an embedding is only looked up; vLLM packs it for products anyway
                 twin.__dict__["cpu_linear"] = torch.nn.functional.linear
                 continue
             quant_method = getattr(twin, "quant_method", None)
@@ -84,7 +87,7 @@ class Twin:
                 quant_method.process_weights_after_loading(twin)
 
     def swap(self) -> None:
-        """Make these weights the live ones; what served before is dropped with this object."""
+        """Make these weights the live ones; the previous ones are released with this object."""
         for live, twin in self._pairs.items():
             live.__dict__, twin.__dict__ = twin.__dict__, live.__dict__
             # each tree keeps its own children
@@ -114,7 +117,7 @@ class Twin:
 
 
 def _own_kernels(scheme: Any) -> Any:
-    """The scheme with kernels of its own: they hold the packed weights."""
+    """Return the scheme with kernels of its own: they hold the packed weights."""
     twin = copy.copy(scheme)
     for name, value in vars(scheme).items():
         if isinstance(value, ScaledMMLinearKernel):
@@ -123,8 +126,7 @@ def _own_kernels(scheme: Any) -> Any:
 
 
 def _give_parameters(live: torch.nn.Module, twin: torch.nn.Module) -> None:
-    """Parameters of its own, uninitialized, in the layout of checkpoints; their loaders stay those
-    of the live layer.
+    """Create uninitialized parameters in checkpoint layout, with the loaders of the live layer.
 
     vLLM records that layout without biases, which never change it.
     """

@@ -1,5 +1,5 @@
-"""Wrapper of vLLM in an engine's process; carries out requests: generation, weight updates,
-modules' outputs, sleep.
+"""vLLM engine in its process: carries out generation, weight updates, reads of modules' outputs,
+sleep.
 """
 
 import gc
@@ -18,19 +18,19 @@ from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
-LOOK_EVERY_S = 0.02  # at the new weights that are being built while answers are written
+LOOK_EVERY_S = 0.02  # poll for weights that are being built while responses are generated
 
 
 class Engine:
-    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what
-    their loop asks.
+    """vLLM behind the calls that a sampler needs: requests (messages.py), and queries of the
+    service loop.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         with rare_collections():  # vLLM imports most of itself when it makes an engine
             from vllm import LLM
 
-            # in every process of the engine before it chooses kernels; workers import it themselves
+            # in every engine process before it chooses kernels; workers import it themselves
             import megatron_rl.engine.receiver  # noqa: F401
 
             keeps = arguments.pop(KEEPS_EXPERTS, False)
@@ -49,18 +49,18 @@ class Engine:
         self.samples = OpenSamples(self.llm, self.ready, self._kept_experts if keeps else None)
         self._look_again_at = 0.0
         self._stamp(self.ready.policy_version)
-        # the first generation loads and compiles for seconds: let that be part of the start
+        # the first generation loads and compiles for seconds: make it part of the start
         for seed in (0, 1):
             self.samples.begin(seed, tokens=[0], seed=seed, max_tokens=2)
         while self.samples:
             self.samples.write()
-        self.samples.step()  # nobody waits for these
+        self.samples.step()  # results are discarded
         gc.collect()
-        # the engine's own objects live as long as it does: no collection needs to visit them
+        # the engine's own objects are permanent: exclude them from garbage collection
         gc.freeze()
 
     def shutdown(self) -> None:
-        """End the workers in good order: shared memory that they hold outlives a killed process."""
+        """End the workers in order: the shared memory that they hold outlives a killed process."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.samples
         gc.collect()
@@ -72,14 +72,13 @@ class Engine:
             "torn": ready.torn,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
-            "building": any(
-                self.llm.collective_rpc("weight_update_building")
-            ),  # new weights, beside the present ones
+            # new weights are being built beside the live ones
+            "building": any(self.llm.collective_rpc("weight_update_building")),
             "open": len(self.samples),
-            "longest": self.longest,  # tokens of a prompt and its answer together
+            "longest": self.longest,  # tokens of prompt and response together
             "cache_tokens": self._cache_tokens,
             "prefilled": self.samples.prefilled,
-            "written": self.samples.written,  # grows while it works
+            "written": self.samples.written,  # increases while the engine works
             "pid": os.getpid(),
         }
 
@@ -91,7 +90,7 @@ class Engine:
 
     def must_wait(self, method: str) -> bool:
         """Return True if a request has to wait while samples are drawn."""
-        if method == "values":  # modules that are watched see whatever runs
+        if method == "values":  # hooks on modules would record other requests, too
             self.samples.draining = self.samples.writes
             return self.samples.draining
         return (
@@ -101,11 +100,13 @@ class Engine:
         )
 
     def resume(self) -> None:
-        """Open samples go on."""
+        """Resume open samples."""
         self.samples.stands = False
 
     def forget_version(self) -> None:
-        """Count the loaded weights as no version: after another run an engine takes any version."""
+        """Forget the version of the loaded weights, so that an engine accepts any version of the
+        next run.
+        """
         self._on_workers("abort_weight_update")
         self._on_workers("forget_version")
         self.samples.stands = False
@@ -114,12 +115,12 @@ class Engine:
         self._stamp(self.ready.policy_version)
 
     def _stamp(self, version: int) -> None:
-        """Tokens, and the prefixes of what begins, are of this version from now on."""
+        """Set the policy version of new tokens and prefixes."""
         self.llm.llm_engine.set_weight_version(str(version))
         self.samples.salt = str(version)
 
     def values(self, kind: str, sequences: list[list[int]], policy_version: int) -> list[Any]:
-        """Outputs of the modules for each sequence: "activations" or "routed_experts"."""
+        """Return outputs of the modules for each sequence: "activations" or "routed_experts"."""
         refusal = self.ready.refusal(policy_version)
         if refusal:
             raise RuntimeError(refusal)
@@ -134,27 +135,27 @@ class Engine:
         return any(self.llm.collective_rpc("weight_update_building"))
 
     def _routes(self, sequences: list[list[int]]) -> list[bytes]:
-        """[tokens, layers, experts of a token] of each sequence as int32; empty in a compiled
-        engine, which hides its routers.
+        """Return the experts [tokens, layers, experts of a token] of each sequence as int32; empty
+        in a compiled engine, which hides its routers.
         """
         if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
             return [b""] * len(sequences)
         layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
-        # ranks of an engine route alike
+        # all ranks of an engine route alike
         return [self._watched("routes", tokens, len(tokens), layers)[0] for tokens in sequences]
 
     def _kept_experts(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
-        told: list[list[np.ndarray | None]] = self.llm.collective_rpc(
+        experts: list[list[np.ndarray | None]] = self.llm.collective_rpc(
             "kept_choices", args=(wanted,)
         )
-        return told[0]
+        return experts[0]
 
     def _activations(self, tokens: list[int]) -> dict[str, Any]:
-        """Outputs of the modules for a sequence (engine/hooks.py), and the logprobs of its tokens
-        (preflight/engine.py: engines that can be watched).
+        """Return outputs of the modules for a sequence (engine/hooks.py), and the logprobs of its
+        tokens (preflight/engine.py: requirements).
         """
-        values, told = self._watched("activations", tokens, prompt_logprobs=0)
-        logprobs = [row[token].logprob for row, token in zip(told[1:], tokens[1:], strict=True)]
+        values, rows = self._watched("activations", tokens, prompt_logprobs=0)
+        logprobs = [row[token].logprob for row, token in zip(rows[1:], tokens[1:], strict=True)]
         return {"values": values, "logprobs": logprobs}
 
     def _watched(
@@ -165,8 +166,8 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        # read whole: modules show nothing of a prefix that is cached, here from the same sequence
-        # at the last look
+        # disable the prefix cache: modules do not run for cached tokens, here of the same sequence
+        # in an earlier request
         prompt: Any = {
             "prompt_token_ids": tokens,
             "cache_salt": f"watched at {time.monotonic_ns()}",
@@ -177,8 +178,8 @@ class Engine:
             (output,) = self.llm.generate([prompt], asked, use_tqdm=False)
         finally:
             seen = self.llm.collective_rpc(f"seen_{what}", args=arguments)
-        told: Any = output.prompt_logprobs or []
-        return seen[0], told
+        rows: Any = output.prompt_logprobs or []
+        return seen[0], rows
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
@@ -202,16 +203,17 @@ class Engine:
             self._on_workers("await_weight_update")
 
     def abort_weight_update(self) -> None:
-        """Drop an update that others could not take: the version before goes on serving."""
+        """Drop an update that other engines refused: the previous version stays live."""
         self._on_workers("abort_weight_update")
         self.ready.abandon_update(torn=self._worker_states()[1])
         self.samples.stands = False
 
     def finish_weight_update(self, stand: bool = False) -> dict[str, Any]:
-        """Open samples go on with the new weights, which compute their keys and values again.
+        """Load the update; open samples resume with the new weights, and their keys and values are
+        recomputed.
 
-        `stand`: they go on when `resume` is called, as no token may be of weights that another
-        engine could not load.
+        `stand`: they resume only when `resume` is called, as no token may be of weights that
+        another engine could not load.
         """
         self.await_weight_update()
         self.ready.beside = False
@@ -239,12 +241,14 @@ class Engine:
         if not reset:
             raise RuntimeError(
                 "the engine's prefix cache could not be reset after an update, since blocks of it "
-                "are still in use: answers would begin on keys and values of the old weights"
+                "are still in use: responses would start from keys and values of the old weights"
             )
 
     @contextmanager
     def _abandoned_on_failure(self, abort: bool = False) -> Iterator[None]:
-        """Step of an update. `abort`: workers have to drop the tensors that have arrived."""
+        """Mark the update as abandoned on failure. `abort`: workers have to drop received tensors,
+        too.
+        """
         try:
             yield
         except Exception:
@@ -254,13 +258,13 @@ class Engine:
             raise
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
-        """State of each worker, and True if together they hold no version."""
+        """Return the state of each worker, and True if the weights are of no single version."""
         states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
         versions = {state["policy_version"] for state in states}
         return states, len(versions) > 1 or any(state["torn"] for state in states)
 
     def _on_workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of every worker; the first failure is raised here."""
+        """Call a method of every worker; raise the first failure."""
         answers = self.llm.collective_rpc("guarded_call", args=(method, arguments))
         for kind, message in filter(None, answers):
             raise (
@@ -272,15 +276,15 @@ class Engine:
     def sleep(self, level: int) -> None:
         if self.samples.waiting:
             raise RuntimeError(
-                "answers are being written: wait for them, or give them up, before the engine "
+                "responses are being generated: wait for them, or cancel them, before the engine "
                 "sleeps"
             )
         self.ready.fall_asleep(level)
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Wake parts of the engine. Fully awake, it has to hold the weights of before, or of
-        a sync since.
+        """Wake parts of the engine. Fully awake, it must hold the weights from before the sleep, or
+        of a later sync.
         """
         tags = list(tags or TAGS)
         asleep = [tag for tag in tags if tag in self.ready.asleep]

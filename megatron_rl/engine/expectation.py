@@ -1,11 +1,11 @@
 """Expected tensors of a weight update (name, shape, dtype), and the shard of each that this rank
-loads, read off a live vLLM model's own layers; also the scales of an FP8 cache there: named, read,
-and 1 until the first sync.
+loads, from the layers of a live vLLM model; also the scales of an FP8 cache: their names, their
+values, and 1 until the first sync.
 
 Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before
-an update is accepted. Sizes are those of the whole model whatever the engine's tensor parallelism,
-because vLLM's loaders take whole tensors and cut their own shard; which part that is, and that
-nothing else is read, is told here too.
+an update is accepted. Sizes are those of the complete model at any tensor parallelism of the
+engine, because vLLM's loaders take complete tensors and cut their own shard. The shard of each is
+determined here, so that nothing else has to be read.
 """
 
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 def expected_tensors(
     model: torch.nn.Module, tied: bool
 ) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
-    """Every tensor an update must carry, by its Hugging Face name, and what vLLM's loaders take of
-    it on this rank.
+    """Return the tensors that an update must contain, by Hugging Face name, and the shard of each
+    that vLLM's loaders read on this rank.
     """
     found = {tensor.name: (tensor, shard) for tensor, shard in _tensors(model, tied)}
     return {name: tensor for name, (tensor, _) in found.items()}, {
@@ -73,15 +73,17 @@ def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, S
 
 
 def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it
-    packed the layer).
+    """Return the layer's parameters in checkpoint layout (meta tensors that vLLM recorded before
+    packing).
     """
     parameters, _ = get_layerwise_info(layer).restore_metadata
     return parameters
 
 
 def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
-    """The key and value scale of an attention layer with a quantized cache, as vLLM names them."""
+    """Return vLLM's names of the key and value scale of an attention layer with a quantized
+    cache.
+    """
     quantized = isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype)
     if quantized:
         return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")]
@@ -89,8 +91,8 @@ def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
 
 
 def neutral_cache_scales(model: Any) -> None:
-    """Dummy weights give a quantized cache random scales, negative ones too: 1 until
-    the first sync.
+    """Set the scales of a quantized cache to 1 until the first sync: vLLM's dummy weights make them
+    random, and some negative.
     """
     for layer in (module for module in model.modules() if cache_scale_names("", module)):
         for kind in ("k", "v"):
@@ -99,15 +101,15 @@ def neutral_cache_scales(model: Any) -> None:
 
 
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
-    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it
-    is not quantized.
+    """Return the (key, value) scale of every attention layer's cache, as its kernels read them; 1
+    if it is not quantized.
     """
     scales = {
         name: (cast(torch.Tensor, layer._k_scale), cast(torch.Tensor, layer._v_scale))
         for name, layer in model.named_modules()
         if isinstance(layer, Attention)
     }
-    # in the middle of vLLM's layerwise reload they are placeholders
+    # placeholders in the middle of vLLM's layerwise reload
     return {
         name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta
     }
@@ -135,8 +137,8 @@ def _linear(
 
 
 def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shard]]:
-    """Every expert's projections; the engine stacks gate and up of all its experts (w13), and down
-    of all (w2).
+    """Add every expert's projections; the engine stacks gate and up of all its experts (w13), and
+    down of all (w2).
     """
     moe = layer.moe_config
     hidden = moe.hidden_dim_unpadded
@@ -150,11 +152,10 @@ def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shar
         "w2": [(down, hidden, inner)],
     }
     own = ((moe.tp_rank * inner // moe.tp_size, inner // moe.tp_size),)
-    # padded shares and experts that stand on several ranks have rules of their own: such an engine
-    # loads from the whole
+    # padded shards and replicated experts have other rules: such an engine loads complete tensors
     plain = not moe.tp_shard_with_padding and moe.num_experts == moe.num_logical_experts
     place_of = layer.expert_map_manager.map_global_to_local  # -1: on another rank
-    # the checkpoint has the experts one level above the module that holds them
+    # the checkpoint has the experts one level above their module
     owner = name.rpartition(".")[0]
     for parameter_name, parameter in checkpoint_parameters(layer).items():
         stack, _, suffix = parameter_name.partition("_")
@@ -182,7 +183,7 @@ def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shar
 def _shape(
     name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Module
 ) -> tuple[int, ...]:
-    """The shape in a checkpoint of one parameter of a linear layer."""
+    """Return the checkpoint shape of a parameter of a linear layer."""
     if suffix == "weight":
         return (rows, columns)
     if suffix == "weight_scale":
@@ -195,7 +196,7 @@ def _shape(
 
 
 class Rows(NamedTuple):
-    """Output rows of one kind in a checkpoint, and those of them that this rank holds."""
+    """Output rows of one kind in a checkpoint, and this rank's part of them."""
 
     rows: int
     first: int
@@ -205,17 +206,15 @@ class Rows(NamedTuple):
 def _parts(
     name: str, layer: Any, fused_names: dict[str, list[str]]
 ) -> list[tuple[str, list[Rows]]]:
-    """The checkpoint's layers behind one engine layer, with the kinds of rows that each
-    of them holds.
-    """
+    """Return the checkpoint's layers behind one engine layer, with the kinds of rows of each."""
     parent, _, last = name.rpartition(".")
     kinds = _rows(layer)
     parts = fused_names.get(last, [last])
-    if parts == [last]:  # not fused, or joined in the checkpoint, too
+    if parts == [last]:  # not fused, or fused in the checkpoint, too
         return [(name, kinds)]
     if not isinstance(layer, ColumnParallelLinear):
         raise WeightSyncError(
-            f"the engine's layer {name} is fused in a way that updates do not know"
+            f"the engine's layer {name} is fused in a way that updates do not support"
         )
     return [(f"{parent}.{part}", [kind]) for part, kind in zip(parts, kinds, strict=True)]
 
@@ -257,12 +256,12 @@ def _one_after_the_other(kinds: list[Rows]) -> Runs:
 
 
 def _as_blocks(runs: Runs, rows: int, shares: int) -> Runs:
-    """The same rows where one row of a tensor stands for many: a scale of blocks."""
+    """Return the rows in units of blocks, for the scales of block-quantized weights."""
     return tuple((first * shares // rows, -(-length * shares // rows)) for first, length in runs)
 
 
 def _columns(rank: int, ranks: int, shape: tuple[int, ...]) -> Shard:
-    """Equal shares of the inputs. Scales of whole rows have one column, for all ranks."""
+    """Return equal shares of the inputs. Scales of complete rows have one column, for all ranks."""
     each = shape[1] // ranks
     if shape[1] == 1:
         return WHOLE

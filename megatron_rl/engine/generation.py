@@ -1,14 +1,13 @@
-"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after
-an update if not begun; finished ones with their experts and tool calls. The loop
-itself is in service.py.
+"""Open samples of one vLLM engine, for engine.py: add, step, cancel, requeue after an update;
+finished ones with their experts and tool calls. The loop itself is in service.py.
 
-Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them:
-what they cut is -inf. An engine keeps what ties with the last of the k, so that a few more
-candidates than k are asked for. Where all of those are finite there may be more, and the position
-is as good as unknown.
+The sampling support (tokens left by top_k and top_p) is derived from logprobs taken after
+filtering: removed tokens have -inf. An engine keeps ties with the k-th token, so that a few more
+candidates than k are requested. If all of those are finite there may be more, and the support of
+that position is unknown.
 
-T tokens of an answer, N candidates of a token, K of them kept; S tokens of an answer's sequence, L
-layers, K experts.
+T tokens of a response, N candidates of a token, K of them in the support; S tokens of a response's
+sequence, L layers, K experts.
 """
 
 import math
@@ -25,11 +24,11 @@ from megatron_rl.engine.readiness import Readiness
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.types import Completion, FinishReason
 
-Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or a completion
+Replies = list[tuple[int, Any]]  # (sample number, exception or completion)
 
 
 class Sample:
-    """Open sample: its request, and the tokens that vLLM's core has written."""
+    """Open sample: its request, and the tokens generated so far."""
 
     def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
         self.number = number
@@ -41,29 +40,32 @@ class Sample:
         self._versions = array("i")
         # candidates and their logprobs, the sampled token first
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []
-        self._experts: list[np.ndarray] = []  # [S, L, K], as a device engine tells them
+        self._experts: list[np.ndarray] = []  # [S, L, K], as reported by an engine on GPUs
 
     def take(self, output: Any, version: int) -> None:
         """Add the tokens of a step from an output of vLLM's core."""
         new = output.new_token_ids
-        told = output.new_logprobs
+        new_logprobs = output.new_logprobs
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
         if not new:
             return
         self._versions.extend([version] * len(new))
         self._tokens.extend(new)
-        if told is None:
+        if new_logprobs is None:
             self._logprobs.extend([math.nan] * len(new))
-        elif self._candidates:  # copied: they are parts of the whole batch's arrays
+        elif self._candidates:  # copied: they are views of the batch's arrays
             width = self._candidates + 1
             self._rows.append(
-                (told.logprob_token_ids[:, :width].copy(), told.logprobs[:, :width].copy())
+                (
+                    new_logprobs.logprob_token_ids[:, :width].copy(),
+                    new_logprobs.logprobs[:, :width].copy(),
+                )
             )
         else:
             drawn = zip(
-                told.logprob_token_ids[:, 0].tolist(),
-                told.logprobs[:, 0].tolist(),
+                new_logprobs.logprob_token_ids[:, 0].tolist(),
+                new_logprobs.logprobs[:, 0].tolist(),
                 new,
                 strict=True,
             )
@@ -77,7 +79,9 @@ class Sample:
 
     @property
     def processed(self) -> int:
-        """Tokens that the model has read: all but the last, which nothing follows."""
+        """Return the number of tokens that the model has processed: all but the last, which has no
+        successor.
+        """
         return len(self.wanted["tokens"]) + max(0, len(self._tokens) - 1)
 
     def told_experts(self) -> np.ndarray | None:
@@ -86,8 +90,8 @@ class Sample:
         return None
 
     def completed(self, finish: str, now: int, **more: Any) -> Completion:
-        """A logprob is NaN if it is missing, or of unknown candidates. `now`: the version of an
-        answer without a token.
+        """Return the completion. A logprob is NaN if it is missing, or if its candidates are
+        unknown. `now`: the version of a response without a token.
         """
         columns: dict[str, Any] = {"logprobs": self._logprobs}
         if self._candidates:
@@ -104,11 +108,10 @@ class Sample:
 
 
 class OpenSamples:
-    """Samples that vLLM works on, each a request of its own under its caller's number, and patient
-    requests that wait.
+    """Samples in progress, each a vLLM request under its caller's number, and patient requests that
+    wait.
 
-    vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a
-    small model's step.
+    Calls vLLM's core directly: vLLM's output processing would cost a tenth of a small model's step.
     """
 
     def __init__(
@@ -117,25 +120,24 @@ class OpenSamples:
         ready: Readiness,
         kept: Callable[[list[tuple[str, int]]], list[np.ndarray | None]] | None,
     ) -> None:
-        """`kept`: the experts of requests' first tokens; None: nobody keeps them."""
+        """`kept`: reads the experts of requests' first tokens; None if they are not recorded."""
         self.ready = ready
-        self.draining = False  # nothing new begins, so that nothing is open
-        self.stands = False  # open samples wait until they are told to go on
+        self.draining = False  # no new samples are started
+        self.stands = False  # open samples are paused until `resume`
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._engine = llm.llm_engine
         self._core = llm.llm_engine.engine_core
-        self._open: dict[str, Sample] = {}  # by the core's name, which is never used twice
+        self._open: dict[str, Sample] = {}  # by the core's name, which is never reused
         self._names: dict[int, str] = {}  # by number
         self._asked = 0
         self._finished: list[tuple[int, Completion]] = []
         self._calls = ToolCallParser(llm.llm_engine.model_config.model)
-        # what was asked for last, and vLLM's request for it
+        # the last request's parameters, and vLLM's request for them
         self._last: tuple[Any, Any] | None = None
         self.written = 0  # steps so far
-        self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
+        self.prefilled = 0  # prompt tokens, without those of cached prefixes
         self._kept = kept
-        # of cached prefixes: the policy version whose keys and values they are. Others begin on
-        # none of them
+        # policy version of cached prefixes; samples of other versions do not use them
         self.salt = ""
 
     def __len__(self) -> int:
@@ -143,7 +145,7 @@ class OpenSamples:
 
     @property
     def waiting(self) -> bool:
-        """True if some are open, or held."""
+        """True if samples are open or waiting."""
         return bool(self._open or self._held)
 
     @property
@@ -156,7 +158,7 @@ class OpenSamples:
     def begin(
         self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any
     ) -> None:
-        """Begin a sample under this number; see messages.Generate."""
+        """Start a sample under this number; see messages.Generate."""
         refusal = self.ready.refusal(policy_version, or_newer=patient)
         if refusal and not patient:
             raise RuntimeError(refusal)
@@ -167,7 +169,7 @@ class OpenSamples:
             self._add(number, **wanted)
 
     def step(self) -> Replies:
-        """Generate a token of each sample; return what has finished, and errors, by number."""
+        """Generate a token of each sample; return finished ones, and errors, by number."""
         replies: Replies = []
         for number, (version, wanted) in list(self._held.items()):
             if self.draining or self.ready.refusal(version, or_newer=True):
@@ -191,8 +193,8 @@ class OpenSamples:
     def _add(self, number: int, tokens: list[int], seed: int, **wanted: Any) -> None:
         """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate.
 
-        Samples of one prompt come one after the other: what vLLM makes of the first is copied for
-        the others, as it does for samples that are asked for together.
+        Consecutive samples of one prompt share a copy of its processed request, as vLLM does for
+        `n` > 1.
         """
         if wanted.get("tools"):
             self._calls.check(**wanted["tools"])
@@ -212,11 +214,11 @@ class OpenSamples:
     def _processed(
         self, tokens: list[int], candidates: int = 0, tools: Any = None, **wanted: Any
     ) -> Any:
-        """vLLM's request for a sample of this prompt."""
+        """Return vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
-        # logprobs: beside the sampled token's
+        # logprobs besides the sampled token's
         params = SamplingParams(
             **wanted, seed=0, logprobs=self._clipped(candidates), detokenize=False
         )
@@ -230,10 +232,10 @@ class OpenSamples:
         return min(candidates, self._engine.model_config.get_vocab_size())
 
     def write(self) -> None:
-        """A step of vLLM's core."""
+        """Run a step of vLLM's core."""
         self.written += 1
         outputs = self._core.get_output()
-        if outputs.weight_version is None:  # a scheduler that works ahead has only begun a step
+        if outputs.weight_version is None:  # an asynchronous scheduler has only started a step
             return
         version = int(outputs.weight_version)
         done = []
@@ -257,7 +259,9 @@ class OpenSamples:
             self._finished.append((sample.number, completed))
 
     def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[np.ndarray | None]:
-        """Experts of samples that have just finished, before others overwrite their slots."""
+        """Read the experts of samples that have just finished, before their slots are
+        overwritten.
+        """
         if self._kept is not None and done:
             return self._kept([(one.request_id, sample.processed) for one, sample in done])
         return [sample.told_experts() for _, sample in done]
@@ -270,8 +274,8 @@ class OpenSamples:
         )
 
     def settle(self) -> None:
-        """End the steps that a scheduler which works ahead has begun: their tokens are of the
-        present policy version.
+        """Finish the steps that an asynchronous scheduler has started: their tokens are of the
+        current policy version.
         """
         core = self._core.engine_core
         if not self._open or not core.batch_queue:
@@ -290,9 +294,9 @@ class OpenSamples:
         self._core.abort_requests(names)
 
     def _cancel_all(self) -> list[int]:
-        """Give up everything after a step that failed; returns the samples that have no answer."""
+        """Cancel everything after a failed step; return the samples without a response."""
         failed = list(self._names)
-        # of every kind: the engine that has failed may not take it either
+        # any exception: the failed engine may not accept it either
         with suppress(Exception):
             self.cancel(failed)
         return failed
@@ -301,10 +305,11 @@ class OpenSamples:
 def drawn_among(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Candidates of each token, token after token; their number for each token; its logprob.
+    """Return the sampling support: candidates of each token, token after token; their number for
+    each token; its logprob.
 
     Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position
-    that is not known has itself alone, and no logprob.
+    with unknown support has only the sampled token, and no logprob.
     """
     none = np.empty((0, candidates + 1), np.float32)
     ids_TN = np.concatenate(

@@ -1,9 +1,9 @@
-"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point
-(models/points.py) or its routers' choices of experts; or, all the time, the experts of every token
-in a host's cache (`KeptChoices`).
+"""Hooks on a live vLLM model that record modules' outputs by point (models/points.py), or routers'
+choices of experts, of one sequence; or, permanently, the experts of every token in a CPU engine's
+cache (`KeptChoices`).
 
-The first two are put on for one request and taken off again. A model that runs as a compiled graph
-passes hooks by, so that this wants an engine with enforce_eager, which is what hosts run.
+The first two are installed for one request and then removed. A compiled graph bypasses hooks, so
+that this needs an engine with enforce_eager, as on CPUs.
 
 S tokens, L layers, K experts of each token.
 """
@@ -39,18 +39,20 @@ OUTPUTS = {
     "logits_processor": Kind.lm_head,
 }
 EXPERTS = ("model.layers.{L}.mlp", "model.layers.{L}.block_sparse_moe")
-ONE_BYTE = 256  # experts that a byte can name
+ONE_BYTE = 256  # experts that fit into a byte
 
 
 class ModuleOutputs:
-    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them later."""
+    """Recorder of modules' outputs until `end`. Values are copied at once: vLLM adds into some of
+    them later.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._passed: dict[Point, list[torch.Tensor]] = {}
         self._handles = list(self._hooks(model))
 
     def end(self) -> bytes:
-        """Take the hooks off; what has passed, as safetensors."""
+        """Remove the hooks; return the outputs as safetensors."""
         for handle in self._handles:
             handle.remove()
         return save(
@@ -75,7 +77,7 @@ class ModuleOutputs:
     def _after(
         self, point: Point, module: torch.nn.Module, args: tuple[Any, ...], output: Any
     ) -> None:
-        # beside it: a residual, a bias
+        # a tuple with a residual or a bias
         self._keep(point, output[0] if isinstance(output, tuple) else output)
 
     def _keep(self, point: Point, *values: torch.Tensor) -> None:
@@ -96,8 +98,8 @@ def _point(name: str, module: torch.nn.Module) -> Point | None:
 
 
 def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
-    """Queries and keys side by side. Of the logits the last come for the prompt; before them, those
-    to sample from.
+    """Concatenate queries and keys. Of several logits outputs the last is for the prompt; those
+    before are for sampling.
     """
     if point.kind is Kind.lm_head:
         return values[-1].contiguous()
@@ -105,7 +107,7 @@ def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
 
 
 class RouterChoices:
-    """Watched until `end`."""
+    """Recorder of routers' choices until `end`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: dict[int, list[torch.Tensor]] = {}
@@ -120,11 +122,11 @@ class RouterChoices:
 
     def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
         self._chosen.setdefault(layer, []).append(ids_SK.detach().to("cpu", torch.int32, copy=True))
-        if also := self._before[layer]:  # what is read now may be another's cached prefix
+        if also := self._before[layer]:  # the present input may be another request's cached prefix
             also(ids_SK)
 
     def end(self, tokens: int, layers: int) -> bytes:
-        """[S, L, K] as int32; nothing where no router told of each token once."""
+        """Return [S, L, K] as int32; empty if no router reported each token exactly once."""
         for layer, router in self._routers.items():
             router.set_capture_fn(self._before[layer])
         joined = {layer: torch.cat(parts) for layer, parts in self._chosen.items()}
@@ -145,12 +147,11 @@ class RouterChoices:
 
 
 class KeptChoices:
-    """The experts of every token whose keys and values an engine on hosts holds, by their place
-    in its cache.
+    """Experts of every token in the cache of a CPU engine, by cache slot.
 
-    Who reads a cached prefix, is computed in chunks, or goes on after an update finds each token's
-    latest choice there. On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its
-    second model runner alone.
+    Requests with a cached prefix, in chunks, or resumed after an update find each token's latest
+    choice there. On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its second
+    model runner only.
     """
 
     def __init__(self, runner: Any, layers: int, experts: int) -> None:
@@ -185,7 +186,7 @@ class KeptChoices:
         return result
 
     def of(self, name: str, tokens: int) -> np.ndarray | None:
-        """[S, L, K] of a request's first tokens; None where nothing was seen."""
+        """Return [S, L, K] of a request's first tokens; None if nothing was recorded."""
         place = self._runner.input_batch.req_id_to_index.get(name)
         if place is None or self._kept_SLK is None:
             return None

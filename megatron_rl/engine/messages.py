@@ -1,13 +1,12 @@
-"""Messages between a sampler and an engine's process, and the server's check of each request
-against its form.
+"""Messages between a sampler and an engine process, and a server's validation of requests.
 
-One transmission is a list of messages, which the engine begins in one step: its requests
-share batches. A request is {id, method, arguments}. Its reply is {id, value} or {id,
-error: {type, message}}.
+One transmission is a list of messages, which the engine starts in one step: its requests share
+batches. A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type,
+message}}.
 
-REQUESTS lists the requests that a server takes. A token id beyond the vocabulary would end vLLM's
-engine, and an odd worker method leave it deaf: a server holds every message against its form before
-the engine sees it.
+REQUESTS lists the requests that a server accepts. A token id beyond the vocabulary would end vLLM's
+engine, and an invalid worker method would make it unresponsive: a server validates every message
+before the engine sees it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,8 @@ from megatron_rl.processes.channel import Refused, encode
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 LARGEST = 2**63 - 1
-MOST_CANDIDATES = 2048  # of a token; the engine's own bound is max_logprobs
-LONGEST_TRANSMISSION = 64 << 20  # bytes: four million token ids, and room
+MOST_CANDIDATES = 2048  # per token; the engine's own bound is max_logprobs
+LONGEST_TRANSMISSION = 64 << 20  # bytes: four million token ids, and overhead
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
 Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
@@ -48,7 +47,7 @@ class Tools(Body):
 
 
 class Generate(Body):
-    """Sample of one prompt."""
+    """Request for one sample of a prompt."""
 
     tokens: Tokens
     seed: Natural
@@ -58,10 +57,10 @@ class Generate(Body):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = -1
     stop_token_ids: list[TokenId] = []
     candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
-    policy_version: Version | None = None  # the one that the caller believes is served
-    # a newer one is as good, and what cannot be answered now waits until that has changed
+    policy_version: Version | None = None  # the version that the caller expects
+    # accept a newer version, and wait if the request cannot be served now
     patient: bool = False
-    tools: Tools | None = None  # how tool calls are to be found in the answer
+    tools: Tools | None = None  # tools and parser of the response's calls
 
 
 class Cancel(Body):
@@ -77,7 +76,7 @@ class Stage(Body):
 
 
 class Finish(Body):
-    stand: bool = False  # open answers go on when they are told to
+    stand: bool = False  # open samples are paused until `resume`
 
 
 class Nothing(Body):
@@ -110,7 +109,7 @@ REQUESTS: dict[str, type[Body]] = {
 
 
 class FileUpdate(Body):
-    """The place of files."""
+    """Location of an update's files."""
 
     directory: str
     policy_version: Natural
@@ -157,8 +156,8 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
-    """Frames in as few transmissions as may travel: samples that end together may be too many for
-    a single one.
+    """Encode frames in as few transmissions as the size limit allows: samples that finish together
+    may exceed one.
     """
     part: list[msgspec.Raw] = []
     size = 0
@@ -177,15 +176,16 @@ def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
 def checked(
     content: bytes, vocabulary: int, longest: int, transport: str = "file"
 ) -> tuple[Frames, Frames]:
-    """Decode the requests of one transmission into their forms; return them, and error replies to
-    those that do not fit.
+    """Decode and validate the requests of one transmission; return them, and error replies to
+    invalid ones.
 
-    Refused where it is no list of requests. `longest`: tokens of a prompt and its answer together.
+    Refused as a whole if it is no list of requests. `longest`: tokens of prompt and response
+    together.
     """
     try:
         frames = msgspec.msgpack.decode(content, type=list[_Frame])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Refused(f"the transmission does not fit: {error}") from None
+        raise Refused(f"invalid transmission: {error}") from None
     requests = []
     refusals = []
     for one in frames:
@@ -203,7 +203,7 @@ def checked(
 def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> dict[str, Any]:
     form = REQUESTS.get(frame.method)
     if form is None:
-        raise Refused(f"no method {frame.method[:40]!r}; an engine knows {', '.join(REQUESTS)}")
+        raise Refused(f"no method {frame.method[:40]!r}; an engine supports {', '.join(REQUESTS)}")
     try:
         body = msgspec.msgpack.decode(frame.arguments, type=form)
         if isinstance(body, Stage):

@@ -1,10 +1,9 @@
-"""Readiness of an engine: by its updates and its sleep, whether it refuses a request and why; what
-its workers serve.
+"""Readiness of an engine: whether updates or sleep make it refuse a request, and why; the version
+of its workers.
 
-A request is refused, with the reason, while an update is unfinished that is not built beside the
-live weights, while weights or cache are asleep (an engine that shares a GPU with the learner sleeps
-while the learner works), and once its weights were discarded or torn until a sync has brought new
-ones; also where it names another version.
+A request is refused, with the reason, during an update that is not double-buffered, while weights
+or cache are asleep (a colocated engine sleeps while the learner works), and after its weights were
+discarded or incompletely updated, until the next complete sync; also if it names another version.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ import msgspec
 
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
-# vLLM's names of what can sleep
+# vLLM's names of the parts that can sleep
 WEIGHTS = "weights"
 CACHE = "kv_cache"
 TAGS = (WEIGHTS, CACHE)
-# an engine's argument: it tells the experts of every token that it has read
+# engine argument: report the experts of every token read
 KEEPS_EXPERTS = "keeps_experts"
 LARGEST_ID = (1 << 31) - 1  # of versions and tokens
 DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
@@ -27,16 +26,16 @@ DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 
 @dataclass(frozen=True)
 class SyncState:
-    """Version that a worker serves, and the cost of its last update. A fleet holds what a server says
-    to these bounds.
+    """Version that a worker serves, and the cost of its last update. A sampler validates servers'
+    replies against these bounds.
     """
 
     policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
-    torn: bool  # loading failed half-way: the weights are of no version
+    torn: bool  # loading failed in the middle: the weights are of no version
     verify_s: float
-    load_s: float  # making the new weights the live ones: a swap, or loading in place
+    load_s: float  # seconds to make the new weights live: a swap, or loading in place
     nbytes: int
-    build_s: float = 0.0  # packing them beside the live ones
+    build_s: float = 0.0  # seconds to pack them beside the live ones
 
 
 NOTHING_LOADED = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
@@ -45,15 +44,15 @@ NOTHING_LOADED = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
 @dataclass
 class Readiness:
     policy_version: int = NO_VERSION
-    torn: bool = False  # an update stopped half-way: the weights are of no version
+    torn: bool = False  # an update stopped in the middle: the weights are of no version
     updating: bool = False
-    beside: bool = False  # the update is being built beside the present weights, which still serve
-    discarded: bool = False  # weights were given up in sleep, and no sync has completed since
+    beside: bool = False  # the update is double-buffered: the current weights are still served
+    discarded: bool = False  # weights were dropped in sleep, and no sync has completed since
     asleep: set[str] = field(default_factory=set)
 
     def refusal(self, wanted: int | None = None, or_newer: bool = False) -> str | None:
         """Return the reason to refuse a request now. `wanted`: the version that the caller
-        believes is served.
+        expects.
         """
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"
@@ -84,7 +83,9 @@ class Readiness:
         self.beside = False
 
     def abandon_update(self, torn: bool) -> None:
-        """The version before goes on serving, unless its weights have been written over."""
+        """End the update; the previous version is served again, unless its weights have been
+        overwritten.
+        """
         self.updating = False
         self.torn = torn
 
@@ -104,7 +105,7 @@ class Readiness:
             raise RuntimeError(
                 f"nothing of the engine is called {unknown[0]!r}: its parts are {', '.join(TAGS)}"
             )
-        # one that started meanwhile never slept
+        # an engine that was restarted meanwhile has not slept
         if CACHE in self.asleep.intersection(tags) and self.updating:
             raise RuntimeError("a weight update has begun: finish it before the cache wakes")
         self.asleep -= set(tags)

@@ -1,11 +1,11 @@
-"""Receiver of the `file` transport in a vLLM worker, which checks a whole update before any of it
-reaches the live model; and the worker methods of every transport.
+"""Receiver of the `file` transport in a vLLM worker, which verifies a complete update before any of
+it reaches the live model; and the worker methods of every transport.
 
 vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases:
 `update_weights` checks version, names, shapes, dtypes, sizes and checksums, and builds the new
-weights beside the live ones where the model allows it (`double_buffer`); `finish_weight_update`
-swaps them in, or loads in place, once every worker has accepted the update. With `background` the
-first phase runs in a thread, while the engine goes on generating from its present weights;
+weights beside the live ones if the model allows it (`double_buffer`); `finish_weight_update` swaps
+them in, or loads in place, once every worker has accepted the update. With `background` the first
+phase runs in a thread, while the engine keeps generating from its current weights;
 `await_weight_update` then ends it.
 """
 
@@ -41,12 +41,12 @@ from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
-ROOM = 1.5  # free memory of a device that takes an update in, by the update's bytes
+ROOM = 1.5  # free device memory needed to stage an update, relative to its bytes
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Files need no rendezvous."""
+    """Empty settings: files need no rendezvous."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True)
 class _Ready:
-    """An update that was accepted."""
+    """Accepted update."""
 
     policy_version: int
     verify_s: float
@@ -71,8 +71,8 @@ class _Ready:
 def begin(
     vllm_config: VllmConfig, model: torch.nn.Module
 ) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
-    """Prepare a worker for updates of any transport: the tensors that each must carry, and what is
-    loaded of them.
+    """Prepare a worker for updates of any transport: the tensors that each must contain, and the
+    shards to load.
     """
     die_with_spawner()
     if vllm_config.load_config.load_format == "dummy":
@@ -98,7 +98,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         (self.expected, self.shards), self.state = begin(vllm_config, model), NOTHING_LOADED
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._building: Future[_Ready] | None = None
-        # an update that was given up may still be in the making
+        # an abandoned update may still be in progress
         self._one_at_a_time = threading.Lock()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -124,7 +124,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return self._building is not None and not self._building.done()
 
     def await_built(self) -> _Ready:
-        """The update that `update_weights` began, once it is checked and built; raises where it is
+        """Wait until the update of `update_weights` is verified and built; raise if it is
         refused.
         """
         if self._building is None:
@@ -147,7 +147,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         )
         start = time.perf_counter()
         checking = staged.tensors.seconds
-        # all of it is read, and checked, before the live weights change: into a twin, or beside
+        # everything is read and verified before the live weights change: into a twin, or beside
         # them
         make_live = self.prepare(staged.tensors if self._doubles else self._held(staged.tensors))
         checked = staged.tensors.seconds - checking
@@ -157,8 +157,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         )
 
     def _held(self, tensors: Mapping[str, torch.Tensor]) -> ShardBuffer:
-        """On the device, from which they are loaded soonest, where that has room for them and a
-        layer being loaded.
+        """Stage tensors on the device, for the fastest load, if it has memory for them and a layer
+        being loaded.
         """
         held = ShardBuffer.of(tensors, self.shards)
         if (
@@ -183,8 +183,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         )
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Everything that can be done while the present weights serve; returns what is left to
-        do.
+        """Do the work that is possible while the current weights are served; return the rest as a
+        callable.
         """
         if self._doubles:
             return double_buffer.Twin(self.model, tensors).swap
@@ -208,11 +208,13 @@ class WorkerExtension:
     model_runner: Any
     rank: int
 
-    # of which version, and what they were
+    # version and values of the cache's scales
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None
 
     def weight_sync_state(self) -> dict[str, Any]:
-        """`intact`: the cache's scales are still those that this version was loaded with."""
+        """Return the sync state. `intact`: the cache's scales are those that this version was
+        loaded with.
+        """
         state = self.weight_transfer_engine.state
         scales = expectation.cache_scales(self.weight_transfer_engine.model)
         if self._scales_seen is None or self._scales_seen[0] != state.policy_version:
@@ -220,10 +222,10 @@ class WorkerExtension:
         return asdict(state) | {"intact": scales == self._scales_seen[1]}
 
     def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
-        """Call a worker method; a failure comes back as (type, message).
+        """Call a worker method; return a failure as (type, message).
 
-        An exception in one of several workers would leave the answers of the others in vLLM's
-        queue, to be taken for the answers of the next call.
+        An exception in one of several workers would leave the replies of the others in vLLM's
+        queue, to be taken for the replies of the next call.
         """
         try:
             getattr(self, method)(**arguments)
@@ -244,7 +246,7 @@ class WorkerExtension:
         self.weight_transfer_engine.abort()
 
     def forget_version(self) -> None:
-        """Count what is loaded as no version: a server that another run has used takes any version
+        """Forget the loaded version: a server that another run has used accepts any version
         again.
         """
         engine = self.weight_transfer_engine
@@ -254,7 +256,7 @@ class WorkerExtension:
         self._watch = ModuleOutputs(self.weight_transfer_engine.model)
 
     def seen_activations(self) -> bytes:
-        """What was seen since `watch_activations`; ends the watch."""
+        """Return the values recorded since `watch_activations`, and remove its hooks."""
         return self._watch.end()
 
     def watch_routes(self) -> None:
@@ -264,17 +266,19 @@ class WorkerExtension:
         self._choices = KeptChoices(self.model_runner, layers, experts)
 
     def kept_choices(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
-        """Of each request's first tokens; of the first of an engine's ranks, which route alike."""
+        """Return the experts of each request's first tokens, on the first rank (all ranks route
+        alike).
+        """
         if not self.rank:
             return [self._choices.of(name, tokens) for name, tokens in wanted]
         return []
 
     def seen_routes(self, tokens: int, layers: int) -> bytes:
-        """What was seen since `watch_routes`; ends the watch."""
+        """Return the choices recorded since `watch_routes`, and remove its hooks."""
         return self._routes.end(tokens, layers)
 
 
-# importing twice (a test module and a worker in one process) must not fail
+# a second import (a test module and a worker in one process) must not fail
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
 cpu_kernels.install()

@@ -1,8 +1,8 @@
-"""Loads checkpoint-layout tensors into a live vLLM model, repacks what kernels hold, refuses
-unwritten parameters.
+"""Loads checkpoint-layout tensors into a live vLLM model, repacks the weights of kernels, and
+refuses unwritten parameters.
 
-Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own
-in-place reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy,
+CPUs: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own
+in-place reload does not undo (INT8 generates garbage, a tied lm_head keeps its old packed copy,
 experts are packed on the first load only). Here every packed layer gets its checkpoint-layout
 parameters back, the model's own `load_weights` fills them, and every layer is processed again as
 after a first load.
@@ -60,8 +60,8 @@ def load(
 def load_layerwise(
     model: Any, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """vLLM's own way, with its books read before they are closed: it reports what was not written
-    in its log alone.
+    """Load with vLLM's layerwise reload, and collect the unwritten parameters, which vLLM only
+    logs.
     """
     initialize_layerwise_reload(model)
     wanted = wanted_names(model)
@@ -75,18 +75,18 @@ def restore_checkpoint_layout(model: Any) -> None:
     """Give every packed layer back the parameters that its weight loaders write into."""
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
-            # its scales of a quantized KV cache: back to the sentinels that mean "not given"
+            # scales of a quantized KV cache: back to the sentinels that mean "not given"
             quant_method = getattr(layer, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):
                 quant_method.create_weights(layer)
             continue
         if isinstance(layer, RoutedExperts):
-            # a kernel that exists makes vLLM copy the new weights in, unpacked
+            # with an existing kernel vLLM would copy the new weights in, unpacked
             layer.quant_method.moe_kernel = None
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
-                # uninitialized, with the class and the weight loader of the recorded one
+                # uninitialized, with the class and the weight loader of the recorded parameter
                 layer.register_parameter(
                     name, restore_layer_refs(materialize_meta_tensor(meta), layer)
                 )
@@ -94,7 +94,7 @@ def restore_checkpoint_layout(model: Any) -> None:
 
 
 def mark_unwritten_experts(model: Any) -> None:
-    """Fill their parameters with what `refuse_unwritten_experts` looks for."""
+    """Fill experts' parameters with the marker that `refuse_unwritten_experts` checks for."""
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             for stack in _expert_stacks(layer).values():
@@ -102,10 +102,10 @@ def mark_unwritten_experts(model: Any) -> None:
 
 
 def wanted_names(model: Any) -> set[str]:
-    """Every parameter that an update has to write, by the names that `load_weights` reports.
+    """Return every parameter that an update has to write, by the names that `load_weights` reports.
 
-    Left out: a tied head, which is loaded as the embedding, and what attention layers hold beside
-    the scales of a quantized cache.
+    Excluded: a tied head, which is loaded as the embedding, and other buffers of attention layers
+    than the scales of a quantized cache.
     """
     tied = bool(model.config.tie_word_embeddings)
     names: set[str] = set()
@@ -120,7 +120,7 @@ def wanted_names(model: Any) -> set[str]:
 
 
 def half_written_experts(model: Any) -> Iterator[str]:
-    """Layers whose experts vLLM is still waiting for when everything has arrived."""
+    """Return the layers with experts that are missing after all tensors have arrived."""
     for name, layer in model.named_modules():
         books = get_layerwise_info(layer)
         if isinstance(layer, RoutedExperts) and 0 < books.load_numel < (
@@ -130,7 +130,9 @@ def half_written_experts(model: Any) -> Iterator[str]:
 
 
 def refuse_unwritten_experts(model: Any) -> None:
-    """All experts of a layer share a parameter, which one of them is enough to report as loaded."""
+    """Raise for unwritten experts: all experts of a layer share a parameter, which counts as loaded
+    after the first.
+    """
     refuse_missing(
         {
             f"{name}.{parameter}[{expert}] (or it holds NaN)"
@@ -144,7 +146,7 @@ def refuse_unwritten_experts(model: Any) -> None:
 
 
 def _expert_stacks(layer: RoutedExperts) -> dict[str, torch.Tensor]:
-    """The unquantized weights of a layer's experts, the first dimension counting experts."""
+    """Return the unquantized weights of a layer's experts; the first dimension counts experts."""
     plain = (torch.bfloat16, torch.float16, torch.float32)
     return {
         name: weight.data
@@ -154,7 +156,7 @@ def _expert_stacks(layer: RoutedExperts) -> dict[str, torch.Tensor]:
 
 
 def refresh_tied_head(model: Any) -> None:
-    """A tied head must read the embedding that was just written, whatever object held it before."""
+    """Make a tied head use the embedding that was just loaded."""
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     embeddings = [
         module

@@ -1,10 +1,10 @@
-"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID
-CORES HOST PORT`.
+"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID CORES
+HOST PORT`.
 
-The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A
-WebSocket at /engine carries the same messages as the socket of a child, held against their forms
-(messages.py), behind a key, with strangers kept few (server_access.py). GET /health says whether
-the engine answers, is busy, or is stopped. There is nothing else.
+The process is a child's (child.py) plus a thread in which uvicorn serves. A WebSocket at /engine
+carries the same messages as a child's socket, validated (messages.py), behind a key, with a limit
+on unauthenticated connections (server_access.py). GET /health reports whether the engine replies,
+is busy, or is stopped. There are no other endpoints.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from megatron_rl.engine.service import Frame, Service
 from megatron_rl.processes.channel import Refused
 from megatron_rl.processes.health import EngineHealth
 
-PING_S = 20.0  # of a connection on which nothing is said
+PING_S = 20.0  # of an idle connection
 
 
 class ClientConnection:
-    """Connection: its requests, and the replies on their way to it."""
+    """Connection of a client: its requests, and pending replies."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -47,7 +47,7 @@ class ClientConnection:
 
 
 class EngineApp:
-    """The ASGI application of a server."""
+    """ASGI application of a server."""
 
     def __init__(self, engine: Engine, service: Service) -> None:
         self._service = service
@@ -82,7 +82,7 @@ class EngineApp:
                     caller.send(refusals)
                 self._service.ask(caller, requests)
         except Refused as error:
-            # a frame that closes has room for 123 bytes
+            # a close frame has room for 123 bytes
             reason = str(error).encode()[:120].decode(errors="ignore")
             await send({"type": "websocket.close", "code": 1008, "reason": reason})
         finally:
@@ -110,8 +110,8 @@ async def _answer(send: Send, status: int, content: dict[str, str]) -> None:
 
 
 def reserved(host: str, port: int) -> socket.socket:
-    """A port that nobody else gets while the engine starts: it may be one that clients' own ends
-    are taken from.
+    """Bind the port while the engine starts, so that no other process takes it: it may be in the
+    range of ephemeral ports.
     """
     place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,20 +120,20 @@ def reserved(host: str, port: int) -> socket.socket:
 
 
 def serve_in_thread(place: socket.socket, engine: Engine, service: Service) -> None:
-    """Listen, and answer in a thread of its own from here on."""
+    """Listen, and serve in a thread from now on."""
     settings: dict[str, Any] = {
         "http": Connection,
         "ws": "websockets-sansio",
         "ws_max_size": LONGEST_TRANSMISSION,
         "ws_ping_interval": PING_S,
-        "ws_ping_timeout": None,  # whether an engine hangs is the sampler's to say
+        "ws_ping_timeout": None,  # the sampler detects hangs of an engine
         "lifespan": "off",
         "log_level": "warning",
         "access_log": False,
         "timeout_keep_alive": 3600,
     }
     server = uvicorn.Server(uvicorn.Config(RequireKey(EngineApp(engine, service)), **settings))
-    place.listen()  # uvloop says nothing where it cannot, and goes on deaf
+    place.listen()  # uvloop does not report a failure to listen
     threading.Thread(
         target=server.run,
         args=[[place]],

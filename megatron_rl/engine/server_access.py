@@ -1,11 +1,11 @@
-"""Access control of an engine's server: middleware that asks for the key, connections that cut off
-strangers in time.
+"""Access control of an engine's server: middleware that requires the key, and timeouts of
+unauthenticated connections.
 
-An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its
+An ASGI middleware requires the key before anything else: a client of the engine can replace its
 weights. The key comes from the environment, which other users of the machine cannot read.
 
-Uvicorn waits for ever for a request's header: connections without the key
-are limited (processes/strangers.py).
+Uvicorn waits indefinitely for a request's header: connections without the key are limited
+(processes/strangers.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Key:
 
     def shown_in(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name.lower() == b"authorization"]
-        # digests have one length: the comparison says nothing about the key
+        # digests have one length: the comparison leaks nothing about the key
         return len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._digest)
 
 
@@ -79,7 +79,7 @@ _strangers = Strangers()
 class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # so far; None between a header and the end of its request
+        # bytes so far; None between a header and the end of its request
         self._header_bytes: int | None = 0
         _strangers.add(transport, STRANGER_S)
 

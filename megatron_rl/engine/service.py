@@ -1,9 +1,9 @@
-"""Service loop of an engine's process: takes requests from its socket or connections, steps vLLM,
+"""Service loop of an engine process: receives requests from its socket or connections, steps vLLM,
 sends the replies.
 
-Between two of the engine's steps it is asked whatever has arrived; what a step has finished goes to
-whoever asked, all of it in one transmission. A line is what a request came by: a child's socket, or
-one connection of a server.
+Requests are started between two of the engine's steps; the finished samples of a step are sent to
+each client in one transmission. A line is the origin of a request: a child's socket, or one
+connection of a server.
 """
 
 import os
@@ -19,32 +19,32 @@ Frame = dict[str, Any]
 
 class Line(Protocol):
     def send(self, frames: list[Frame]) -> None:
-        """Called in the engine's thread."""
+        """Send replies. Called in the engine's thread."""
         ...
 
 
 class Service:
-    """Requests that have arrived at an engine's process, and the lines that wait for replies."""
+    """Pending requests of an engine process, and the lines that wait for replies."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[tuple[Line, Sequence[Frame]]] = queue.SimpleQueue()
-        # by the engine's number: who asked, and by which number of theirs
+        # by the engine's number: the line, and the line's own number
         self._open: dict[int, tuple[Line, int]] = {}
         self._count = 0
-        # by the line's identity, not sent yet
+        # by the line's identity, not yet sent
         self._replies: dict[int, tuple[Line, list[Frame]]] = {}
 
     def ask(self, line: Line, frames: Sequence[Frame]) -> None:
-        """Any thread: these requests have come by a line."""
+        """Add requests of a line. Called from any thread."""
         self._arrived.put((line, frames))
 
     def hung_up(self, line: Line) -> None:
-        """Any thread: nobody waits for this line's answers any more."""
+        """Cancel the requests of a closed line. Called from any thread."""
         self._arrived.put((line, [{"id": -1, "method": "hung_up", "arguments": {}}]))
 
     def run(self, engine: Engine) -> None:
-        """Until the process ends, or one of the engine's workers has: what is open then
-        comes to nothing.
+        """Run until the process ends, or one of the engine's workers has; open requests are then
+        dropped.
         """
         waiting: list[tuple[Line, Frame]] = []
         while True:
@@ -104,7 +104,7 @@ class Service:
             self._reply(line, number, error)
 
     def _cancel(self, engine: Engine, line: Line, wanted: set[int] | None) -> None:
-        """`wanted`: by the line's own numbers; None: all of it."""
+        """Cancel requests of a line. `wanted`: by the line's own numbers; None: all."""
         given_up = [
             number
             for number, (of, theirs) in self._open.items()

@@ -1,5 +1,5 @@
-"""Parser of the tool calls in an answer's tokens: decodes them, and asks the tool-call parser of
-vLLM that is named.
+"""Parser of the tool calls in a response's tokens: decodes them, and runs the named tool-call
+parser of vLLM.
 """
 
 import json
@@ -13,7 +13,7 @@ from megatron_rl.types import ToolCall
 
 
 class ToolCallParser:
-    """Parser of a model folder, whose tokenizer is read at its first use."""
+    """Tool-call parser of a model folder, whose tokenizer is loaded at its first use."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -21,8 +21,8 @@ class ToolCallParser:
         self._parser = lru_cache(4)(self._made)
 
     def check(self, parser: str, schemas: str) -> None:
-        """Refuses a request whose parser cannot be made: its answer would fail in the middle
-        of a step.
+        """Refuse a request with an invalid parser: its response would fail in the middle of a
+        step.
         """
         try:
             self._parser(parser, schemas)
@@ -34,9 +34,9 @@ class ToolCallParser:
     def parsed(
         self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str
     ) -> dict[str, Any]:
-        """Return the text beside the calls, and each call's name and arguments as JSON text.
+        """Return the text outside the calls, and each call's name and arguments as JSON text.
 
-        Text in which no call can be read is all content.
+        Text without a valid call is content.
         """
         tool_parser, request = self._parser(parser, schemas)
         text = self._tokenizer.decode(
@@ -48,9 +48,9 @@ class ToolCallParser:
                 ToolCall(one.function.name, one.function.arguments) for one in found.tool_calls
             ]
             content = found.content
-            # no half pair travels
+            # unpaired surrogates cannot be encoded
             "".join([content or "", *(one.name + one.arguments for one in calls)]).encode()
-        except Exception:  # a parser's, of whatever kind: the text is what a model wrote
+        except Exception:  # any exception: the parser reads a model's output
             calls = []
             content = text
         if content is None:

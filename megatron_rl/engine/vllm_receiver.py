@@ -1,16 +1,16 @@
 """Receiver of `ipc` and `nccl` updates in a vLLM worker: subclasses of vLLM's WeightTransferEngine
-that check first.
+that verify first.
 
-Each has `Checked` in front of vLLM's own. An update is announced (version, names, shapes, dtypes:
-compared with what the engine expects before anything moves), received, sealed (checksums of every
-tensor) and loaded.
+Each has `Checked` in front of vLLM's own class. An update is announced (version, names, shapes,
+dtypes: compared with the engine's expectation before any transfer), received, sealed (checksums of
+every tensor) and loaded.
 
-Tensors wait beside the live weights, on the device, each worker's share of what it will load:
-nothing touches the live model before the seal has been verified, as with files. That costs the
-memory of the worker's weights again; an engine whose KV cache sleeps during the sync has it.
+Tensors wait beside the live weights, on the device, each worker's shard only: nothing changes the
+live model before the seal has been verified, as with files. That costs the memory of the worker's
+weights again; an engine whose KV cache sleeps during the sync has it.
 
-vLLM imports this module in every worker through `worker_extension_cls`. Seen on one GPU
-(docs/gpu.md); the checks run on any device and are tested with a real engine on hosts.
+vLLM imports this module in every worker through `worker_extension_cls`. Run on one GPU
+(docs/gpu.md); the checks run on any device and are tested with a real engine on CPUs.
 """
 
 import time
@@ -38,10 +38,10 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Inbox:
-    """Stands where vLLM's engines expect a model: whatever they load passes through here."""
+    """Stand-in for the model in vLLM's transfer engines: collects the tensors that they load."""
 
     def __init__(self, announced: Announcement, shards: Mapping[str, Shard]) -> None:
-        """What this rank loads of the tensors is held until the seal is verified."""
+        """Hold this rank's shards of the tensors until the seal is verified."""
         self.announced = announced
         self.staged = ShardBuffer(shards)
         self._sums: dict[str, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class Checked:
     X(Checked, Base)`.
     """
 
-    building = False  # nothing is built beside the live weights
+    building = False  # no background build
 
     model: torch.nn.Module
     model_config: Any
@@ -108,7 +108,7 @@ class Checked:
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
-        """vLLM would prepare the live model here; that waits until the announcement has been
+        """Do nothing: vLLM would prepare the live model here, which waits until the announcement is
         accepted.
         """
         self._inbox = None
@@ -119,7 +119,7 @@ class Checked:
         elif wire.ABANDON in update_info:
             raise WeightSyncError(str(update_info[wire.ABANDON]))
         elif self._inbox is None:
-            raise WeightSyncError("tensors arrive that nobody has announced")
+            raise WeightSyncError("received tensors that were not announced")
         elif wire.SEAL in update_info:
             started = time.perf_counter()
             self._inbox.verify(update_info)
@@ -161,7 +161,7 @@ class Checked:
         )
 
     def await_built(self) -> None:
-        """Raise where the update has not been accepted as far as it can be before it is loaded."""
+        """Raise if the update was not accepted, as far as that is known before it is loaded."""
         if self._inbox is None:
             raise WeightSyncError("finish_weight_update without an announced update")
         self._inbox.require_sealed()

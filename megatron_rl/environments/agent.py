@@ -1,9 +1,9 @@
-"""HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one
-agent a session.
+"""HTTP gateway that serves the policy to a user's agent as OpenAI chat completions; runs one agent
+per conversation.
 
-A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's
-(conversation.py), if all of the answer was sent while the client was there, which has not closed
-its connection over it unread.
+A turn of an agent is a request to the engines like any other; its tokens are recorded as those of
+any turn (conversation.py), if the complete response was sent while the client was connected, and
+the client has not closed its connection with the response unread.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from megatron_rl.types import SessionTurn
 
 CHARACTERS = 32  # of a request, for each token that a conversation may have: few tokens are longer
 BESIDE = 64 << 10  # bytes of a request's other fields
-BODY_S = 60.0  # for a request's body
+BODY_S = 60.0  # timeout of a request's body
 IDLE_S = 75.0  # of a connection between two requests; OpenAI's clients close it earlier
-STOP_S = 2.0  # for a client that still sends what is refused
+STOP_S = 2.0  # for a client that is still sending a refused request
 STRANGERS = Strangers()
-TOGETHER = 16  # connections that are accepted before any of them is heard: agents open many at once
+TOGETHER = 16  # connections accepted at once: agents open many together
 BACKLOG = 1024  # connections that wait to be accepted
 
 
 @dataclass
 class Opened:
-    """A session that is open at the gateway."""
+    """Conversation that is open at the gateway."""
 
     policy: PolicyClient
     key: str
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    answers: int = 0  # that were read, or are on their way
-    failure: SamplerError | None = None  # the agent sees it as a server's error
+    answers: int = 0  # responses that were read, or are being sent
+    failure: SamplerError | None = None  # reported to the agent as a server error
 
     def unread(self, turn: Turn) -> None:
         self.answers -= 1
@@ -52,32 +52,33 @@ class Opened:
 
 
 class Connection(web.RequestHandler):
-    """A connection to the gateway: a stranger's until it has shown a key."""
+    """Connection to the gateway, unauthenticated until it has shown a key."""
 
-    # to be called if the answer that was sent last was not read
+    # called if the last response was not read
     unread: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        self.transport.set_write_buffer_limits(0)  # what is written is with the system
+        # no user-space buffer: written data is with the kernel
+        self.transport.set_write_buffer_limits(0)
         STRANGERS.add(self.transport, STRANGER_S)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         STRANGERS.forget(self.transport)
-        # it was reset, as one is that is closed before all is read
+        # the connection was reset, as by a client that closes with unread data
         if exc is not None and self.unread is not None:
             self.unread()
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **named: Any) -> None:
-        """Log a failure of the gateway's own, and nothing that a client has sent."""
+        """Log an internal failure of the gateway, without data of a client."""
         if not isinstance(named.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **named)
 
 
 class Gateway:
-    """Used from the sessions' event loop."""
+    """Gateway of a run's agents. Used from the sessions' event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Opened] = {}
@@ -107,14 +108,14 @@ class Gateway:
         await self._server.shutdown(STOP_S)
 
     def begin(self, policy: PolicyClient) -> tuple[str, str, str]:
-        """A session's name, its address, and its key."""
+        """Open a conversation; return its name, its address, and its key."""
         name = secrets.token_hex(8)
         key = secrets.token_urlsafe(32)
         self._sessions[name] = Opened(policy, key)
         return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
 
     def end(self, name: str) -> list[asyncio.Task[Any]]:
-        """Cancel the session's open requests. Raises the engine's error, if there was one."""
+        """Cancel the conversation's open requests. Raises the engine's error, if there was one."""
         opened = self._sessions.pop(name)
         tasks = list(opened.tasks)
         for task in tasks:
@@ -136,15 +137,15 @@ class Gateway:
                 response.force_close()
             return response
         except ConnectionError:
-            return web.Response()  # it reaches nobody
+            return web.Response()  # the client has disconnected
         except asyncio.CancelledError:
             handler = asyncio.current_task()
-            if handler is None or handler.cancelling():  # the client has left
+            if handler is None or handler.cancelling():  # the client has disconnected
                 raise
             return web.json_response(Refused(410, "the session has ended").content, status=410)
 
     def _admitted(self, request: web.BaseRequest) -> Opened:
-        """The session of a request, by its key: nothing of its body is read before."""
+        """Return the conversation of a request, by its key, before reading its body."""
         _, name, *_ = [*request.path.split("/"), ""]
         given = (
             request.headers.get("Authorization", "")
@@ -152,7 +153,7 @@ class Gateway:
             .encode("utf-8", "surrogateescape")
         )
         opened = self._sessions.get(name)
-        # compared also where there is none: a name is not to be found by its timing
+        # compared for unknown names, too: response times must not reveal names
         right = hmac.compare_digest(
             given, (opened.key if opened else secrets.token_urlsafe(32)).encode()
         )
@@ -171,7 +172,7 @@ class Gateway:
 
 
 async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamResponse:
-    """The response to a request that has shown its key."""
+    """Return the response to an authenticated request."""
     _, _, _, path = [*request.path.split("/", 3), "", "", ""][:4]
     if (request.method, path) == ("GET", "models"):
         models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]
@@ -187,7 +188,7 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
             transcript.end = "turns"
             raise Refused(
                 400,
-                f"all environment.max_turns={rules.section.max_turns} answers are given",
+                f"environment.max_turns={rules.section.max_turns} responses are used up",
                 code="turns_exceeded",
             )
         opened.answers += 1
@@ -209,15 +210,15 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
 async def _completed(
     opened: Opened, request: web.BaseRequest, asked: dict[str, Any]
 ) -> web.Response:
-    """The response that holds an answer, sent; ConnectionError where the client had left before."""
+    """Send the policy's response; ConnectionError if the client had disconnected."""
     transcript = opened.policy.transcript
     connection = request.protocol
     async with opened.policy.answering(**asked) as answered:
         if transcript.end != "turns":
-            transcript.end = "done"  # whatever was refused before for its length
+            transcript.end = "done"  # clears an earlier "length" end
         turns = transcript.turns
         place = answered.number
-        # others are still asked
+        # other requests are still open
         turns.extend([SessionTurn(finish_reason="abort")] * (place + 1 - len(turns)))
         turns[place] = SessionTurn(
             tokens=len(answered.completion.token_ids),
@@ -235,13 +236,15 @@ async def _completed(
 
 
 async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
-    """All of a request, if it can be one of a conversation of so many tokens."""
+    """Read a request's body, up to the size of a conversation with so many tokens."""
     if "Content-Encoding" in request.headers:
-        raise Refused(400, "requests are taken unpacked; leave it out", field="Content-Encoding")
+        raise Refused(
+            400, "compressed requests are not supported; leave it out", field="Content-Encoding"
+        )
     most = CHARACTERS * context_tokens + BESIDE
     body = bytearray()
     full = ContextFull(
-        f"above {most} bytes no request fits into rollout.max_context_tokens={context_tokens}"
+        f"a request of more than {most} bytes exceeds rollout.max_context_tokens={context_tokens}"
     )
     if (request.content_length or 0) > most:
         raise full
@@ -252,16 +255,16 @@ async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
                 if len(body) > most:
                     raise full
     except TimeoutError:
-        raise Refused(408, f"the request did not come within {BODY_S:g} s") from None
+        raise Refused(408, f"the request did not arrive within {BODY_S:g} s") from None
     except web.RequestPayloadError as error:
-        raise Refused(400, f"the request is not whole ({str(error)[:100]})") from None
+        raise Refused(400, f"the request is incomplete ({str(error)[:100]})") from None
     return bytes(body)
 
 
 async def play(
     policy: PolicyClient, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]
 ) -> None:
-    """Let an agent hold its conversation."""
+    """Run an agent's conversation."""
     transcript = policy.transcript
     transcript.end = "done"
     name, address, key = gateway.begin(policy)

@@ -12,7 +12,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
 }
 MOST_CHARACTERS = 200  # of an expression
-MOST_DIGITS = 100  # of any number on the way
+MOST_DIGITS = 100  # of any intermediate number
 
 
 def calculate(expression: str) -> str:
@@ -48,9 +48,9 @@ def _bounded(value: int) -> int:
 
 
 class Calculator(Environment):
-    """A question that is worth 1 where the answer is the row's, else 0.
+    """Question with reward 1 if the final number is the row's answer, else 0.
 
-    `own_reward: false` leaves that to the recipe's reward; `instruction` follows each question.
+    `own_reward: false` leaves the reward to the recipe; `instruction` is appended to each question.
     """
 
     tools: Sequence[Tool] = (calculate,)

@@ -1,7 +1,7 @@
 """OpenAI's chat completions: parses requests, refuses unsupported fields, writes replies.
 
 A field that would change a response is supported or refused. Sampling parameters are the recipe's:
-such fields are ignored, as agents send them by habit, and so are those that identify the client.
+such fields are ignored, as agents send them by default, and so are those that identify the client.
 """
 
 import json
@@ -30,10 +30,10 @@ IGNORED = (
     ),
     *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
 )
-# fields with the values that are taken, and what is said of all others
+# supported values of fields, and the hint for any other value
 FIXED: Mapping[str, tuple[list[Any], str]] = {
     "model": ([MODEL], f"there is {MODEL!r} alone"),
-    "stream": ([False], "answers come whole here; leave it out"),
+    "stream": ([False], "streaming is not supported; leave it out"),
     "n": ([1], "one answer for each request; ask again for another"),
     "logprobs": ([False], "the run keeps them, agents get none; leave it out"),
     "response_format": (
@@ -46,7 +46,7 @@ FIXED: Mapping[str, tuple[list[Any], str]] = {
 
 
 class Refused(Exception):
-    """A request that is not answered: the status that says so, and the field that is wrong."""
+    """Refused request: HTTP status, and the invalid field."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, field: str | None = None
@@ -64,7 +64,7 @@ class Refused(Exception):
 
 
 class Function(msgspec.Struct):
-    """A tool's, or a call's."""
+    """Function of a tool, or of a call."""
 
     name: str
     arguments: str | dict[str, Any] = ""
@@ -86,7 +86,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """The fields that are done."""
+    """Supported fields of a request."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[Named] | None = None
@@ -96,18 +96,20 @@ class ChatRequest(msgspec.Struct):
 
 
 def chat_request(body: bytes) -> dict[str, Any]:
-    """Arguments of PolicyClient.answering; Refused says which field of the request is wrong."""
+    """Return the arguments of PolicyClient.answering; Refused names the invalid field of the
+    request.
+    """
     try:
         given = json.loads(body)
-        json.dumps(given, ensure_ascii=False).encode()  # half a pair is no text
+        json.dumps(given, ensure_ascii=False).encode()  # unpaired surrogates cannot be encoded
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
     if not isinstance(given, dict):
         raise Refused(400, "the request is no JSON object")
     for name, value in given.items():
         if value is not None and name not in (*ChatRequest.__struct_fields__, *IGNORED):
-            taken, why = FIXED.get(name, ([], "this cannot be asked for here; leave it out"))
-            # true is no 1 here, nor is 1.0
+            taken, why = FIXED.get(name, ([], "this field is not supported; leave it out"))
+            # neither true nor 1.0 passes as 1
             if not any(type(value) is type(one) and value == one for one in taken):
                 raise Refused(400, why, field=name[:60])
     try:
@@ -125,7 +127,7 @@ def chat_request(body: bytes) -> dict[str, Any]:
 
 
 def completion(answered: PolicyResponse) -> dict[str, Any]:
-    """The reply that holds an answer."""
+    """Return the reply with a response."""
     message = dict(answered.message)
     count = len(answered.completion.token_ids)
     reason: str = answered.completion.finish_reason
@@ -154,7 +156,7 @@ def completion(answered: PolicyResponse) -> dict[str, Any]:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: text as text, arguments as mappings."""
+    """Convert a message to the form of chat templates: text as text, arguments as mappings."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     message["content"] = (
@@ -166,7 +168,9 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Call with its name first, as sampled: clients reorder keys, and templates may print all."""
+    """Return a call with its name first, as sampled: clients reorder keys, and templates may print
+    all.
+    """
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
         read = read_arguments(arguments)

@@ -1,4 +1,5 @@
-"""Conversation: exact tokens of a session's requests, as a tree whose branches are training rows.
+"""Conversation: exact tokens of a conversation's requests, as a tree whose branches are training
+rows.
 
 A request's tokens are those of the turn before, exactly as they were sampled, and those of the
 messages added since. Text decides which turn a request extends: the chat template renders the
@@ -27,29 +28,29 @@ from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.types import Completion, Rollout
 
-# where an answer stands in a rendered conversation
+# placeholder of a response in a rendered conversation
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
 
 @dataclass(eq=False)
 class Turn:
-    """A request and the completion sampled for it."""
+    """Request and the completion sampled for it."""
 
     number: int
     messages: tuple[Message, ...]
     tools: Sequence[Any]
-    text: str  # of the request, as the template has it
-    parent: Turn | None  # the turn behind whose answer it goes on
-    added: list[int]  # tokens between the parent's end and this turn's answer
+    text: str  # of the request, as rendered by the template
+    parent: Turn | None  # the turn that this one extends
+    added: list[int]  # tokens between the parent's end and this turn's response
     sampled: Completion | None = None
-    # the text with the answer in it, and its end; None: it does not begin with `text`
+    # rendered text including the response, and its end; None: it does not start with `text`
     closed: str | None = None
-    stop: str = ""  # the end of the answer, as `closed` has it
-    trained: bool = False  # by a row that was made before
+    stop: str = ""  # the end of the response, as `closed` has it
+    trained: bool = False  # by an earlier row
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the request, earlier turns included."""
+        """Return the token ids of the request, earlier turns included."""
         found: list[int] = []
         for one in self.path[:-1]:
             assert one.sampled is not None
@@ -70,12 +71,12 @@ class Turn:
 class Conversation:
     tokenizer: FolderTokenizer
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
-    # go on behind the last answer, whatever the template would make of it now
+    # extend the last response even if the template would render it differently now
     appends: bool = False
     turns: list[Turn] = field(default_factory=list)
 
     def request(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Turn:
-        """The next turn. Raises what the template raises."""
+        """Add the next turn. Raises the template's errors."""
         text = self._rendered(messages, tools, True)
         done = self._done
         parent = self._before(messages, done) if self.appends else None
@@ -92,10 +93,10 @@ class Conversation:
         turn.sampled = sampled
         if self.appends:
             return
-        # where it refuses, whoever goes on begins a branch
+        # if the template refuses it, the next turn forks
         closed = self._so_far([*turn.messages, answer], turn.tools)
         if closed.startswith(turn.text):
-            # some templates write a last end of all behind it
+            # some templates append a final end of text
             ended = self._ends.search(closed, len(turn.text))
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
             turn.closed = closed
@@ -105,7 +106,7 @@ class Conversation:
 
     @property
     def leaves(self) -> list[Turn]:
-        """The last turn of each branch, in their order."""
+        """Return the last turn of each branch, in order."""
         inner = {id(one.parent) for one in self._done}
         return [one for one in self._done if id(one) not in inner]
 
@@ -114,15 +115,17 @@ class Conversation:
         return [one for one in self.turns if one.sampled is not None]
 
     def rows(self, like: Rollout) -> list[Rollout]:
-        """The branches as rollouts like this one, each a prompt and everything behind it: tokens that
-        were sampled are trained on in the first of them.
+        """Return the branches as rollouts like this one, each a prompt and all tokens after it:
+        sampled tokens are trained in the first branch that has them.
         """
         for turn in self.turns:
             turn.trained = False
         return [_row(leaf, like) for leaf in self.leaves]
 
     def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
-        """The turn that these messages extend: of several, the longest with the same content."""
+        """Return the turn that these messages extend: of several, the longest with the same
+        content.
+        """
         found: list[Turn] = []
         for one in sorted(
             done,
@@ -151,8 +154,8 @@ class Conversation:
         )
 
     def _continued(self, text: str, done: Sequence[Turn]) -> tuple[Turn | None, list[int]]:
-        """The parent of this text's turn, and its own tokens: extends the longest text that it
-        begins with, a response's or a request's.
+        """Return the parent of this text's turn, and the turn's own tokens: it extends the longest
+        earlier text that is a prefix of it, a response's or a request's.
         """
         found = [
             (len(one.closed), 1, one)
@@ -170,10 +173,11 @@ class Conversation:
         )
 
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Tokens of what follows the answer of the turn before."""
+        """Return the tokens of the text that follows the previous turn's response."""
         place = len(before.messages)
         answer = _sentinel()
-        for one in ({**messages[place], **answer}, answer):  # some write no text beside calls
+        # some templates print no text besides calls
+        for one in ({**messages[place], **answer}, answer):
             shown = [*messages[:place], one, *messages[place + 1 :]]
             _, found, rest = self._rendered(shown, tools, True).rpartition(answer["content"])
             if found and (stop := self._stop.search(rest)):
@@ -183,11 +187,11 @@ class Conversation:
         )
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
-        """Tokens of text behind a request, in which answers of these turns may stand: those, as
-        they were sampled.
+        """Tokenize text after a request that may contain responses of these turns; those keep their
+        sampled tokens.
 
-        Answers stand behind what the template opens one with, as the text itself does; each is an
-        end of what was sampled, such as all behind the thinking.
+        A response is recognized after the template's generation prompt; the text may hold only an
+        end of it, such as the part after thinking.
         """
         opening = self._opening(turns[0])
         if not opening:
@@ -210,7 +214,9 @@ class Conversation:
         return tokens + self._encoded(pending)
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
-        """The template's end of a response that has no stop token, and the text after that end."""
+        """Return the template's end of a response without stop token, and the text after that
+        end.
+        """
         answer = _sentinel()
         _, found, rest = self._so_far([*turn.messages, answer], turn.tools).rpartition(
             answer["content"]
@@ -220,18 +226,18 @@ class Conversation:
         return (rest, "") if found else ("", "")
 
     def _opening(self, turn: Turn) -> str:
-        """The template's text at the start of a response (its generation prompt)."""
+        """Return the template's text at the start of a response (its generation prompt)."""
         closed = self._so_far(turn.messages, turn.tools)
         if closed and turn.text.startswith(closed):
             return turn.text.removeprefix(closed)
         return ""
 
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
-        """The last sampled tokens of the turn, which decode to this text; None if none do."""
+        """Return the turn's last sampled tokens that decode to this text; None if none do."""
         assert turn.sampled is not None
         text = plain(text)
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
-        # texts of shorter ends are shorter
+        # shorter ends have shorter texts
         start = bisect_left(
             range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:]))
         )
@@ -240,7 +246,7 @@ class Conversation:
         return None
 
     def _without_stop(self, turn: Turn, tail: str) -> str:
-        """The text that closes a response, without a stop that was sampled."""
+        """Return the text that closes a response, without a sampled stop."""
         assert turn.sampled is not None
         ids = turn.sampled.token_ids
         if not ids or ids[-1] not in self.tokenizer.stop_token_ids:
@@ -250,13 +256,15 @@ class Conversation:
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """Pattern of a conversation's end: the stop of the last response, and text behind it."""
+        """Return the pattern of a conversation's end: the stop of the last response, and the text
+        after it.
+        """
         stop = self._stop.pattern
         return re.compile(rf"({stop})(?:{stop}|\s)*\Z")
 
     @cached_property
     def _stop(self) -> re.Pattern[str]:
-        """Any stop that the template has written, as text."""
+        """Match any stop that the template has written, as text."""
         stops = [
             text
             for one in self.tokenizer.stop_token_ids
@@ -268,10 +276,12 @@ class Conversation:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
 
     def _so_far(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The rendered conversation without a generation prompt; empty if it is refused."""
+        """Return the rendered conversation without a generation prompt; empty if the template
+        refuses it.
+        """
         try:
             return self._rendered(messages, tools, False)
-        except Exception:  # of jinja's families
+        except Exception:  # exceptions of jinja
             return ""
 
     def _encoded(self, text: str) -> list[int]:
@@ -281,7 +291,7 @@ class Conversation:
 
 
 def _sentinel() -> dict[str, str]:
-    """Return an answer that no other message holds."""
+    """Return a response text that no message contains."""
     return {"role": "assistant", "content": SENTINEL + secrets.token_hex(8)}
 
 
@@ -305,7 +315,7 @@ def _row(leaf: Turn, like: Rollout) -> Rollout:
             turns=[-1] * n,
             versions=[sampled.policy_version] * n,
             kept_ids=added,
-            kept_counts=[1] * n,  # drawn among itself alone
+            kept_counts=[1] * n,  # the sampled token is its whole support
         )
         n = len(sampled.token_ids)
         put(
@@ -336,14 +346,14 @@ def _row(leaf: Turn, like: Rollout) -> Rollout:
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:
     """Routed experts of a branch's tokens as of each turn's sampling: later prefills may differ."""
-    told = [
+    recorded = [
         turn.sampled.experts_SLK
         for turn in path
         if turn.sampled and turn.sampled.experts_SLK is not None
     ]
-    if len(told) < len(path):
+    if len(recorded) < len(path):
         return None
-    found_SLK = told[-1].copy()
-    for experts_SLK in reversed(told[:-1]):
+    found_SLK = recorded[-1].copy()
+    for experts_SLK in reversed(recorded[:-1]):
         found_SLK[: len(experts_SLK)] = experts_SLK
     return found_SLK

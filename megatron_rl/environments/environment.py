@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.types import LARGEST_NUMBER
 
-Message = Mapping[str, Any]  # as chat templates have them: role, content, ...
+Message = Mapping[str, Any]  # in the form of chat templates: role, content, ...
 Tool = Callable[..., Any]
 Agent = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
@@ -23,10 +23,10 @@ Agent = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 class Answer:
     """The policy's response in a turn without tool calls."""
 
-    text: str  # special tokens left out
-    content: str  # as it stands in the conversation
+    text: str  # without special tokens
+    content: str  # as in the conversation
     turn: int = 0
-    finish_reason: str = "stop"  # length: it was cut
+    finish_reason: str = "stop"  # length: truncated
     token_ids: Sequence[int] = ()
 
 
@@ -34,37 +34,39 @@ class Answer:
 class Step:
     """Reply to a response. `step` may also return its first three or four fields as a tuple."""
 
-    messages: Sequence[Message] | str = ()  # a text: a message of the user
-    reward: float | None = None  # None: none for this turn
+    messages: Sequence[Message] | str = ()  # a text: a user message
+    reward: float | None = None  # None: no reward for this turn
     done: bool = False
-    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics
+    numbers: Mapping[str, float] = field(default_factory=dict)  # logged as metrics
     advantage: float | None = None  # of this turn's tokens, with environment.credit: environment
 
 
 class Environment:
-    """A conversation, alone in its process; the constructor takes the recipe's `settings`."""
+    """Conversation in a process of its own; the constructor receives the recipe's `settings`."""
 
     tools: Sequence[Tool] = ()
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | str:
-        """The first messages, from a row of the data set."""
+        """Return the first messages, from a row of the data set."""
         return row["prompt"]
 
     def step(self, answer: Answer) -> Step | tuple[Any, ...]:
-        """Reply to a response without tool calls. By default the end, and the reward judges it."""
+        """Reply to a response without tool calls. By default the conversation ends, and the
+        recipe's reward scores it.
+        """
         return Step(done=True)
 
     def close(self) -> float | None:
-        """Called when the conversation ends; a number is added to the last turn's reward."""
+        """End the conversation; a returned number is added to the last turn's reward."""
         return None
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The class or the agent that `environment.name` names."""
+    """Class or agent that `environment.name` names."""
 
     make: Callable[..., Environment] | None = None
-    agent: Callable[..., Agent] | None = None  # an agent of these settings
+    agent: Callable[..., Agent] | None = None  # an agent with these settings
 
 
 def load(name: str) -> Loaded:
@@ -90,7 +92,7 @@ def load(name: str) -> Loaded:
 
 
 def as_step(returned: Any) -> Step:
-    """A Step of what `step` has returned; TypeError where it is none."""
+    """Convert the return value of `step` to a Step; TypeError if invalid."""
     if isinstance(returned, Step):
         step = returned
     elif isinstance(returned, tuple) and 3 <= len(returned) <= 4:
@@ -105,12 +107,12 @@ def as_step(returned: Any) -> Step:
 
 def finite(number: Any) -> float:
     if not abs(found := float(number)) <= LARGEST_NUMBER:
-        raise ValueError(f"{found:g} is no finite number of at most {LARGEST_NUMBER:g}")
+        raise ValueError(f"{found:g} is not a finite number of at most {LARGEST_NUMBER:g}")
     return found
 
 
 def as_messages(given: Any) -> list[dict[str, Any]]:
-    """Messages of what `reset` or `step` has said: a text is what a user says."""
+    """Convert the messages of `reset` or `step`: a text becomes a user message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages = [dict(one) for one in given or ()]

@@ -1,9 +1,9 @@
-"""Pool of environment processes: has them forked, lends one to a session, kills bad ones;
-preflight's trial of a class.
+"""Pool of environment processes: forks them, lends one to each conversation, kills unresponsive
+ones; preflight's trial of a class.
 
-In the driver, or chat, from one event loop, but for `start` and `close`. A process that misses its
-deadline, dies or answers with something else is killed with all that it has started; the next
-conversation gets another.
+In the driver, or chat, from one event loop, except `start` and `close`. A process that misses its
+deadline, dies or sends a malformed reply is killed with all its descendants; the next conversation
+gets a new one.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.user_process import RewardLog, as_json, first_reply, user_process
 from megatron_rl.types import LARGEST_NUMBER
 
-NURSERY = "environment fork_server"
-FORK_TIMEOUT_S = 20.0  # for a fork_server that has started
+FORK_SERVER = "environment fork_server"
+FORK_TIMEOUT_S = 20.0  # for a fork server that is running
 REAP_S = 0.5
-GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
+GRACE_S = 5.0  # beyond a call's own limit, which the process itself enforces if it can
 LARGEST_REPLY = 16 << 20
-# that may be gone, one after the other, when a process is asked for, or under one session
+# fork servers that may die in a row during a request for a process, or under one conversation
 FORK_SERVERS = 3
 
 
@@ -45,7 +45,9 @@ class EnvironmentFailed(RuntimeError):
 
 
 class ForkServerLost(EnvironmentFailed):
-    """The fork server died, and its children with it: costs no conversation one of its tries."""
+    """The fork server died, and its children with it: not counted as a failure of a
+    conversation.
+    """
 
 
 class _About(msgspec.Struct):
@@ -79,16 +81,16 @@ VALUES: dict[str, dict[str, Any]] = {  # of replies, by request
 
 
 def check_value(value: Any, request: str) -> None:
-    """Raise where a reply's value has not the form of what was requested."""
+    """Raise if a reply's value has not the type that the request returns."""
     for name, form in VALUES[request].items():
         msgspec.convert(value[name], form)
-    json.dumps(value)  # as messages are recorded
+    json.dumps(value)  # messages are recorded as JSON
     if "messages" in value:
         as_messages(value["messages"])
 
 
 class EnvironmentProcess:
-    """A forked process, which runs one environment at a time."""
+    """Forked process, which runs one environment at a time."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class EnvironmentProcess:
         return not self._killed and not self._reader.at_eof()
 
     async def ask(self, what: dict[str, Any], seconds: float) -> Any:
-        """The reply to a request; the process is killed where there is none in time."""
+        """Return the reply to a request; kill the process if there is none in time."""
         number = next(self._numbers)
         frame = msgspec.msgpack.encode(
             {"id": number, "seconds": seconds, "what": as_json(what).decode()}
@@ -121,7 +123,7 @@ class EnvironmentProcess:
                 await self._writer.drain()
                 reply = msgspec.convert(await receive(self._reader), _Reply)
             if reply.id != number:
-                raise msgspec.DecodeError("out of turn")
+                raise msgspec.DecodeError("concurrent request")
             if reply.error is None:
                 check_value(reply.value, what["do"])
         except TimeoutError:
@@ -137,10 +139,10 @@ class EnvironmentProcess:
         except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError) as error:
             self.kill()
             raise EnvironmentFailed(
-                f"its process sent something else than a reply ({str(error)[:100]})"
+                f"its process sent a malformed reply ({str(error)[:100]})"
             ) from None
         except BaseException:
-            self.kill()  # cancelled in the middle: what it says next is no answer to anything
+            self.kill()  # cancelled in the middle: the next reply would belong to this request
             raise
         heartbeat.mark()
         if reply.error is not None:
@@ -172,7 +174,7 @@ class EnvironmentPool:
     """Pool of one process per open conversation; `environment.max_concurrent` is the limit."""
 
     def __init__(self, config: EnvironmentSection, variables: Sequence[str] = ()) -> None:
-        """`variables`: of the environment, which the processes see beside the usual ones."""
+        """`variables`: environment variables that the processes get besides the usual ones."""
         self._config = config
         self._variables = variables
         self._log = RewardLog()
@@ -186,7 +188,9 @@ class EnvironmentPool:
         self.closed = False
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The running fork server and its socket; an error names the key if it cannot start."""
+        """Return the running fork server and its socket, starting it if needed; an error names the
+        key.
+        """
         with self._starting:
             fork_server = self._fork_server
             control = self._control
@@ -197,7 +201,7 @@ class EnvironmentPool:
                 raise EnvironmentFailed("the environments are closed")
             variables = for_rewards(os.environ, self._variables)
             fork_server, control = user_process(
-                "megatron_rl.environments.worker", NURSERY, self._log, variables
+                "megatron_rl.environments.worker", FORK_SERVER, self._log, variables
             )
             self._fork_server = fork_server
             self._control = control
@@ -213,10 +217,11 @@ class EnvironmentPool:
             return fork_server, control
 
     async def take(self) -> EnvironmentProcess:
-        """A process in which nothing is open."""
+        """Return a process without an open environment."""
         while self._idle:
             process = self._idle.pop()
-            if process.alive and process.fork_server.poll() is None:  # else it is about to end, too
+            # without its fork server the process is about to end, too
+            if process.alive and process.fork_server.poll() is None:
                 return process
         for _ in range(FORK_SERVERS - 1):
             with suppress(ForkServerLost):
@@ -241,7 +246,7 @@ class EnvironmentPool:
                 pid = int((await receive(reader))["pid"])
         except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             writer.close()
-            self._end_fork_server(fork_server)  # it is deaf, or cannot fork any more
+            self._end_fork_server(fork_server)  # it is unresponsive, or cannot fork any more
             raise ForkServerLost(f"no process was forked ({type(error).__name__})") from None
         except asyncio.CancelledError:
             writer.close()
@@ -255,7 +260,7 @@ class EnvironmentPool:
     def close(self) -> None:
         self.closed = True
         self._end_fork_server(self._fork_server)
-        # an open connection that the interpreter finds at its own end can block it for ever
+        # a connection that is still open at interpreter exit can block it forever
         for connection in list(self._connections):
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(connection.close)
@@ -264,7 +269,7 @@ class EnvironmentPool:
     def _end_fork_server(self, fork_server: subprocess.Popen[bytes] | None) -> None:
         """End the fork server and its children; pending calls see the end of their stream."""
         if fork_server is not self._fork_server:
-            return  # another has taken its place
+            return  # it has been replaced
         self._fork_server = None
         control = self._control
         self._control = None
@@ -277,7 +282,7 @@ class EnvironmentPool:
 
 
 def check_importable(config: EnvironmentSection, variables: Sequence[str]) -> _About:
-    """Raises what `start` would; says what was found."""
+    """Raise the errors of `start`; return a description of the class or agent."""
     pool = EnvironmentPool(config, variables)
     try:
         pool.start()

@@ -1,6 +1,6 @@
-"""Session: plays one conversation of policy and environment, has its tool calls made, notes turns,
-tokens and rewards. Its `PolicyClient`, which asks the engines, serves agents too: they hold the
-conversation themselves (agent.py).
+"""Session: one conversation of policy and environment; makes its tool calls, records turns, tokens
+and rewards. Its `PolicyClient`, which sends requests to the engines, serves agents too: they run
+the conversation themselves (agent.py).
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from megatron_rl.sampler.sampler import TurnClient
 from megatron_rl.types import Completion, SessionTurn, ToolFormat
 
 T = TypeVar("T")
-MOST_CALLS = 16  # of one answer; what is above is answered with an error
+MOST_CALLS = 16  # of one response; further calls get an error
 WORKERS = 4  # threads that render and tokenize, for all sessions
-MOST_CHARACTERS = 64  # of a token: what has more is not encoded
+MOST_CHARACTERS = 64  # of a token: longer texts are not encoded
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Rules:
     context_tokens: int
     options: Mapping[str, Any]  # of the chat template
     parser: str | None  # of tool calls
-    # what conversations begin with that have no such message of their own
+    # prepended to conversations without a system message of their own
     system: str | None = None
     workers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WORKERS))
 
 
 @dataclass(eq=False)
 class Transcript:
-    """A session as far as it has come."""
+    """State of a conversation so far."""
 
     conversation: Conversation
     turns: list[SessionTurn] = field(default_factory=list)
@@ -60,7 +60,9 @@ class Transcript:
 
     @property
     def messages(self) -> str:
-        """Messages of the last branch as JSON, without its last response, which is in `answer`."""
+        """Return the messages of the last branch as JSON, without its last response, which is in
+        `answer`.
+        """
         leaves = self.conversation.leaves
         if leaves:
             return json.dumps(leaves[-1].messages, ensure_ascii=False)
@@ -69,22 +71,22 @@ class Transcript:
 
 @dataclass(frozen=True)
 class PolicyResponse:
-    """A turn of the policy's."""
+    """Response of the policy in one turn."""
 
     number: int
     asked: int  # tokens of its request
     completion: Completion
-    message: dict[str, Any]  # what the answer is in the conversation
+    message: dict[str, Any]  # the response as a message of the conversation
     text: str
-    stop: str | None = None  # what the agent has named, and the answer was cut at
+    stop: str | None = None  # the agent's stop text at which the response was cut
 
 
 class ContextFull(Exception):
-    """The conversation has used the tokens that it may have."""
+    """The conversation has reached its token limit."""
 
 
 class TemplateRefuses(Exception):
-    """The chat template does not take the conversation as it has become."""
+    """The chat template refuses the conversation."""
 
 
 class PolicyClient:
@@ -96,7 +98,7 @@ class PolicyClient:
     def __init__(
         self, engines: TurnClient, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
     ) -> None:
-        """`seeds`: of each turn's number."""
+        """`seeds`: seed of each turn, by its number."""
         self.transcript = Transcript(
             Conversation(tokenizer, rules.options, appends=rules.section.history == "append")
         )
@@ -165,7 +167,7 @@ class PolicyClient:
             self.transcript.counts["answers_unread"] += 1
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """Run work in a thread, in order within a session; once begun, it runs to its end."""
+        """Run work in a thread, in order within a session; started work always finishes."""
 
         async def begun() -> T:
             async with self._order, self.rules.workers:
@@ -185,11 +187,11 @@ class PolicyClient:
     def _request(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> tuple[Turn, list[int]]:
-        """The next turn, and the tokens of its request."""
+        """Return the next turn, and the tokens of its request."""
         conversation = self.transcript.conversation
         try:
             turn = conversation.request(messages, tools)
-        except Exception as error:  # of jinja's families
+        except Exception as error:  # exceptions of jinja
             raise TemplateRefuses(
                 f"the chat template does not take these messages: {str(error)[:300]}"
             ) from error
@@ -198,7 +200,7 @@ class PolicyClient:
         if len(tokens) >= most:
             conversation.turns.remove(turn)
             raise ContextFull(
-                f"{len(tokens)} tokens leave no room for an answer: "
+                f"{len(tokens)} tokens leave no room for a response: "
                 f"rollout.max_context_tokens={most}"
             )
         return turn, tokens
@@ -211,7 +213,7 @@ class PolicyClient:
         stops: Sequence[str],
         most_calls: int | None,
     ) -> PolicyResponse:
-        """The message of a response in the conversation; no turn extends it yet."""
+        """Return the message of a response in the conversation; no turn extends it yet."""
         ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
         decode = self._tokenizer.decode_all
         completion, stop = ended(
@@ -223,7 +225,7 @@ class PolicyClient:
         if completion.calls:
             message["tool_calls"] = [
                 {
-                    # nine characters: what Mistral's template takes
+                    # nine characters, as Mistral's template requires
                     "id": f"call{turn.number:02d}{place:03d}",
                     "type": "function",
                     "function": {"name": one.name, "arguments": read_arguments(one.arguments)},
@@ -231,7 +233,7 @@ class PolicyClient:
                 for place, one in enumerate(completion.calls[:most_calls])
             ]
         self.transcript.conversation.answered(turn, completion, message)
-        turn.sampled = None  # until somebody reads it
+        turn.sampled = None  # until the response is read
         (text,) = self._tokenizer.decode([completion.token_ids])
         return PolicyResponse(
             turn.number,
@@ -244,10 +246,10 @@ class PolicyClient:
 
 
 def read_arguments(text: str) -> Any:
-    """A call's arguments: a mapping, or the text itself where it is none."""
+    """Parse a call's arguments: a mapping, or the text itself if it is none."""
     try:
         found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # half a pair is no text
+        json.dumps(found, ensure_ascii=False).encode()  # unpaired surrogates cannot be encoded
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
@@ -262,7 +264,7 @@ def size_of(value: Any) -> float:
 
 
 class EnvironmentSession:
-    """A conversation with an environment: played to its end, or turn by turn by the caller."""
+    """Conversation with an environment: run to its end, or turn by turn by the caller."""
 
     def __init__(
         self,
@@ -291,7 +293,9 @@ class EnvironmentSession:
             except TemplateRefuses as refused:
                 if not transcript.turns:
                     raise EnvironmentFailed(str(refused)) from None
-                transcript.end = "refused"  # such as two calls at once, where it writes one
+                transcript.end = (
+                    "refused"  # such as parallel calls, if the template supports only one
+                )
                 break
             step, more = await self._follow(answered)
             transcript.turns.append(step)
@@ -311,7 +315,7 @@ class EnvironmentSession:
         transcript.reward = sum(rewards) if rewards else None
 
     async def begin(self, row: Mapping[str, Any]) -> None:
-        """The first messages, and the tools."""
+        """Return the first messages, and the tools."""
         begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
         self.messages = list(begun["messages"])
         self._tools = begun["tools"]
@@ -321,7 +325,9 @@ class EnvironmentSession:
             self.messages.insert(0, {"role": "system", "content": self._rules.system})
 
     async def answer(self) -> PolicyResponse:
-        """The policy's next response; see PolicyClient.answer. Refuses oversized requests early."""
+        """Return the policy's next response; see PolicyClient.answer. Refuses oversized requests
+        early.
+        """
         if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(
             self._rules.context_tokens, 4096
         ):
@@ -331,20 +337,20 @@ class EnvironmentSession:
         return answered
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Say these to the policy: they are returned as it will read them."""
+        """Add messages to the conversation; return them as the policy will read them."""
         added = [self._cut(dict(one)) for one in messages]
         self.messages += added
         return added
 
     async def called(self, answered: PolicyResponse) -> list[dict[str, Any]]:
-        """Make the calls of an answer: the messages that answer them. Nothing: it has made none."""
+        """Make the calls of a response; return the tool messages, empty if there are no calls."""
         message, content = answered.message, answered.message["content"]
         if not self._tools:
             return []
         if calls := message.get("tool_calls"):
             return [await self._called(place, call) for place, call in enumerate(calls)]
         begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser, ()))
-        # a call, which the parser has left in the text
+        # a malformed call, which the parser has left in the text
         if begun and answered.completion.finish_reason != "length":
             self._policy.transcript.counts["calls_unread"] += 1
             return [{"role": "tool", "content": "error: the tool call could not be read"}]
@@ -353,7 +359,7 @@ class EnvironmentSession:
     async def _follow(
         self, answered: PolicyResponse
     ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
-        """The turn's record and the messages to add; None if the session is over."""
+        """Record the turn and return the messages to add; None if the session is over."""
         transcript = self._policy.transcript
         completion = answered.completion
         begun = time.perf_counter()
@@ -380,29 +386,29 @@ class EnvironmentSession:
         return SessionTurn(tool_seconds=time.perf_counter() - begun, **about), after
 
     async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
-        """The message that answers a tool call."""
+        """Make a tool call; return its message."""
         counts = self._policy.transcript.counts
         function = call["function"]
-        told: dict[str, Any]
+        reply: dict[str, Any]
         if place >= MOST_CALLS:
-            told = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
+            reply = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
         elif not isinstance(function["arguments"], dict):
-            told = {"text": "error: the arguments are not a JSON object", "failed": True}
+            reply = {"text": "error: the arguments are not a JSON object", "failed": True}
         else:
             asked = {"do": "tool", "name": function["name"], "arguments": function["arguments"]}
-            told = await self._process.ask(asked, self._limit_s)
+            reply = await self._process.ask(asked, self._limit_s)
         counts["calls"] += 1
-        counts["calls_failed"] += told["failed"]
-        counts["calls_late"] += told.get("late", False)
+        counts["calls_failed"] += reply["failed"]
+        counts["calls_late"] += reply.get("late", False)
         return {
             "role": "tool",
             "name": function["name"],
             "tool_call_id": call["id"],
-            "content": told["text"],
+            "content": reply["text"],
         }
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of what the turn adds, cut to `environment.max_observation_tokens`; it says so."""
+        """Truncate a message of the turn to `environment.max_observation_tokens`, with a note."""
         most = self._rules.section.max_observation_tokens
         cut = {
             key: value[:most] if isinstance(value, str) else value for key, value in message.items()
@@ -418,9 +424,9 @@ class EnvironmentSession:
         return cut
 
     def _beginning(self, text: str, most: int) -> str:
-        if len(text) <= most:  # no token is less than a character ...
+        if len(text) <= most:  # no token is shorter than a character ...
             return text
-        # ... and few are more than this
+        # ... and few are longer than this
         ids = self._tokenizer.encode_as_text(text[: MOST_CHARACTERS * most])
         if len(ids) <= most and len(text) <= MOST_CHARACTERS * most:
             return text

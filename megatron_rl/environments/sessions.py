@@ -1,4 +1,5 @@
-"""Sampler of whole conversations: plays sessions in parallel, retries failed ones, assigns credit.
+"""Sampler of complete conversations: runs sessions in parallel, retries failed ones, assigns
+credit.
 
 Collectors request a session as they request a single response; each of its branches is a rollout.
 The engines are a Sampler's (sampler.py).
@@ -45,7 +46,7 @@ class SessionsEnded(RuntimeError):
 
 
 class Sessions:
-    """Answers prompts with whole conversations."""
+    """Sampler whose responses are complete conversations."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Sessions:
         patience_s: float,
         variables: Sequence[str] = (),
     ) -> None:
-        """`patience_s`: the longest that an engine may take for an answer. `variables`: see
+        """`patience_s`: the longest time an engine may take for a response. `variables`: see
         EnvironmentPool.
         """
         self._section = section
@@ -72,7 +73,7 @@ class Sessions:
         self._parser: str | None = None  # of tool calls
 
     def start(self) -> None:
-        """Fails here, with the key's name, where the environment cannot be imported."""
+        """Start the environments; fail with the key's name if the class cannot be imported."""
         self.pool.start()
         if self.pool.about.tools or self.pool.about.agent:
             self._parser = parser_of(self._section, self._tokenizer)
@@ -89,7 +90,9 @@ class Sessions:
         first_group: int,
         step: int,
     ) -> list[Rollout]:
-        """Rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its index."""
+        """Return rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its
+        index.
+        """
         return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
     def answering(
@@ -122,7 +125,7 @@ class Sessions:
         limit_s = self._section.tool_timeout_s
         if self._gateway is not None:
             limit_s = self._section.session_timeout_s
-        # for environments, and engines
+        # of environments and engines
         around = partial(waiting, "", max(limit_s, self._patience_s))
         return GenerationHandle(self._loop, answer, waiting=around, close=turns.close)
 
@@ -137,7 +140,7 @@ class Sessions:
         )
 
     async def _played(self, prompt: Prompt, begun: Callable[[], PolicyClient]) -> Transcript:
-        """Play a session; begin again where its environment fails or its fork server died."""
+        """Run a session; retry if its environment fails or its fork server died."""
         left = TRIES
         for attempt in range(TRIES + FORK_SERVERS):
             policy = begun()
@@ -170,7 +173,7 @@ class Sessions:
                 await EnvironmentSession(policy, process, policy.rules, self._tokenizer).play(row)
         except BaseException:
             if process.alive:
-                process.kill()  # what it holds is nobody's any more
+                process.kill()  # its state is unknown
             raise
         finally:
             self.pool.give_back(process)
@@ -179,13 +182,13 @@ class Sessions:
         if self._gateway is not None:
             with suppress(SessionsEnded):
                 self._loop.call(self._gateway.close())
-        self.pool.close()  # first: all processes end at once, and nothing has to be waited for
+        self.pool.close()  # first: all processes end at once, and there is nothing to wait for
         self._loop.stop()
 
 
 @contextmanager
 def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iterator[Sessions]:
-    """Sessions as a recipe wants them."""
+    """Open sessions as a recipe configures them."""
     patience_s = config.sampler.request_timeout_s
     sessions = Sessions(
         config.environment,
@@ -202,7 +205,7 @@ def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iter
 
 
 def _seed(seed: int, group: int, sample: int, turn: int) -> int:
-    """Of a turn; the first one's is that of a single answer."""
+    """Return the seed of a turn; the first one's is that of a single response."""
     if turn == 0:
         return request_seed(seed, group) + sample
     digest = blake2b(f"{seed}/{group}/{sample}/{turn}".encode(), digest_size=8).digest()
@@ -217,7 +220,9 @@ def rollouts(
     section: EnvironmentSection,
     served: int,
 ) -> list[Rollout]:
-    """A rollout per branch; if nothing was sampled, an empty one of the current policy version."""
+    """Return a rollout per branch; without sampled tokens, an empty one of the current policy
+    version.
+    """
     whole = Rollout(
         **vars(replace(NOTHING, policy_version=served)),
         prompt=prompt,
@@ -255,7 +260,9 @@ def rollouts(
 def credit(
     turns: Sequence[int], session: Session, section: EnvironmentSection
 ) -> list[float] | None:
-    """Per-token credit: return minus session reward (`turns`), or advantage (`environment`)."""
+    """Return per-token credit: return minus session reward (`turns`), or advantage
+    (`environment`).
+    """
     if section.credit == Credit.outcome:
         return None
     if section.credit == Credit.environment:
@@ -263,7 +270,7 @@ def credit(
     else:
         earned = [one.reward or 0.0 for one in session.turns]
         if earned and all(one.reward is None for one in session.turns):
-            earned[-1] = session.reward or 0.0  # an agent's, which names no turn
+            earned[-1] = session.reward or 0.0  # an agent's reward belongs to no single turn
         by_turn = [0.0] * len(earned)
         later = 0.0
         for place in reversed(range(len(earned))):

@@ -1,8 +1,9 @@
-"""Stops of a request: ends a response at the first text that the agent names as a stop.
+"""Stop texts of a request: ends a response at the first stop that the agent names.
 
-The engine samples on, as it sees tokens alone; a response is cut when it is complete. It keeps the
-tokens up to the one that completes the first stop: vLLM's own server would have sampled the same.
-Later tokens had no effect and are no part of the row. The text ends where the stop begins.
+The engine generates past it, as it sees tokens only; a response is cut when it is complete. It
+keeps the tokens up to the one that completes the first stop: vLLM's own server would have sampled
+the same. Later tokens had no effect and are excluded from the row. The text ends where the stop
+begins.
 """
 
 from bisect import bisect_left
@@ -12,7 +13,7 @@ from dataclasses import replace
 from megatron_rl.types import Completion
 
 TAGS = ("<tool_call>", "</tool_call>")
-# what opens a tool call and what closes it, by vLLM's parser; "": the end of the response
+# opening and closing of a tool call, by vLLM's parser; "": the end of the response
 CALLS: dict[str | None, tuple[tuple[str, str], ...]] = {
     **dict.fromkeys(("hermes", "ernie45", "glm45", "glm47", "granite4", "qwen3_json"), (TAGS,)),
     **dict.fromkeys(("qwen3_coder", "qwen3_xml"), (TAGS, ("<function=", "</function>"))),
@@ -37,9 +38,10 @@ def ended(
     decode: Callable[[Sequence[int]], str],
     parser: str | None,
 ) -> tuple[Completion, str | None]:
-    """The response up to the first of these stops, and that stop; unchanged if it holds none.
+    """Return the response up to the first of these stops, and that stop; unchanged if it contains
+    none.
 
-    `ids`: its tokens without final stop tokens. A response whose tool calls are cut is text alone.
+    `ids`: its tokens without final stop tokens. A response whose tool calls are cut is text only.
     """
     whole = decode(ids)
     found = [one for one in stops if one in whole]
@@ -52,7 +54,7 @@ def ended(
 
     count = bisect_left(range(len(ids)), True, key=has_one)
     text = decode(ids[:count])
-    # the one that is complete first, as vLLM has it
+    # the stop that is complete first, as in vLLM
     stop = min((one for one in found if one in text), key=lambda one: text.index(one) + len(one))
     cut = completion.first(count, prompt)
     if completion.calls and not _holds_call(decode(ids[count:]), parser):
@@ -61,6 +63,6 @@ def ended(
 
 
 def _holds_call(rest: str, parser: str | None) -> bool:
-    """Tell if text behind a stop may hold a tool call, or the end of one."""
+    """Return True if text after a stop may contain a tool call, or the end of one."""
     marks = [mark for pair in CALLS.get(parser, (("", ""),)) for mark in pair]
     return any(mark in rest if mark else rest.strip() for mark in marks)

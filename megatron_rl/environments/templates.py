@@ -13,7 +13,7 @@ from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.conversation import Conversation
 from megatron_rl.types import NOTHING
 
-# what a template says of tool calls, and vLLM's parser of those; the first that is found
+# markers of tool calls in a template, and vLLM's parser of each; the first match wins
 WRITES = (
     ("[TOOL_CALLS]", "mistral"),
     ("functools[", "phi4_mini_json"),
@@ -26,7 +26,9 @@ WRITES = (
 
 
 def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
-    """The parser that the recipe names or the template implies; ConfigError if neither does."""
+    """Return the parser that the recipe names or the template implies; ConfigError if neither
+    does.
+    """
     if section.tool_parser != AUTO:
         known = fields_of("vllm", ("tool_parsers/__init__.py",), ("_TOOL_PARSERS_TO_REGISTER",))
         if known and section.tool_parser not in known:
@@ -47,12 +49,12 @@ def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The template's treatment of a turn that already has a response."""
+    """Treatment by the template of a turn that already has a response."""
 
-    # behind a tool's answer: what was said stays as it was; None: it was not tried
+    # after a tool message: the earlier response is unchanged; None: not tested
     appends_tool: bool | None
-    appends_user: bool | None  # behind the user's next message; None: the template refuses it
-    thinking_stays: bool | None = None  # the same where the answer has thought
+    appends_user: bool | None  # after the next user message; None: the template refuses it
+    thinking_stays: bool | None = None  # the same for a response with thinking
 
     def describe(self) -> str:
         words = {
@@ -78,7 +80,7 @@ def problems(
     tools: Sequence[Any],
     agent: bool,
 ) -> Iterator[str]:
-    """Reasons for which the model in this folder cannot converse with this environment."""
+    """Return the reasons why the model in this folder cannot be used with this environment."""
     if not has_template(folder):
         yield f"environment.name: {folder} has no chat template, which says how turns follow each other; add one"
         return
@@ -98,7 +100,7 @@ def problems(
 
 
 def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:
-    """For the dry run: how conversations grow."""
+    """Describe for the dry run how conversations grow."""
     if section.history == "append":
         return "each turn goes on behind the exact tokens before it (environment.history: append)"
     tool = {
@@ -128,7 +130,7 @@ RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content":
 def behaviour(
     tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Sequence[Any]
 ) -> Behaviour:
-    """Try the template on conversations of two turns."""
+    """Test the template on conversations of two turns."""
 
     def appends(answer: Mapping[str, Any], more: Mapping[str, Any]) -> bool | None:
         conversation = Conversation(tokenizer, options)
@@ -136,7 +138,7 @@ def behaviour(
             first = conversation.request([QUESTION], tools)
             conversation.answered(first, NOTHING, answer)
             return conversation.request([QUESTION, answer, more], tools).parent is first
-        except Exception:  # of jinja's families
+        except Exception:  # exceptions of jinja
             return None
 
     return Behaviour(

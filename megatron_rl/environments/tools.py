@@ -1,7 +1,8 @@
-"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments.
+"""Tools of an environment: JSON schemas of typed functions; validates and binds a model's
+arguments.
 
-A function with an attribute `schema`, in OpenAI's format, is shown with that one and checks its
-arguments itself. worker.py calls the tools.
+A function with an attribute `schema`, in OpenAI's format, uses that one and validates its arguments
+itself. worker.py calls the tools.
 """
 
 import inspect
@@ -16,7 +17,7 @@ from megatron_rl.environments.environment import Tool
 
 
 class ToolBox:
-    """The tools of one environment, by name."""
+    """Tools of one environment, by name."""
 
     def __init__(self, tools: Any) -> None:
         self._tools = {getattr(tool, "__name__", type(tool).__name__): tool for tool in tools or ()}
@@ -29,7 +30,7 @@ class ToolBox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """As chat templates and OpenAI's API have them."""
+        """Return the schemas in the form of chat templates and OpenAI's API."""
         return [self._own[name] if name in self._own else self._shown(name) for name in self._tools]
 
     def _shown(self, name: str) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class ToolBox:
         return {"type": "function", "function": function}
 
     def bound(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The call, ready to be made; ValueError says what the model got wrong."""
+        """Return the call with bound arguments; ValueError describes the model's mistake."""
         if name in self._own:
             return partial(self._tools[name], **arguments)
         form = self._forms.get(name)
@@ -74,8 +75,7 @@ def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:
             parameter.POSITIONAL_ONLY,
         ):
             raise TypeError(
-                f"tool {name}: parameter {parameter} has no name that a model could give; name "
-                "each one"
+                f"tool {name}: parameter {parameter} cannot be passed by name; name each one"
             )
         if parameter.default is parameter.empty:
             default = ...
@@ -86,7 +86,7 @@ def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:
 
 
 def _plain(schema: Any) -> Any:
-    """Without the titles that pydantic makes of every name."""
+    """Remove the titles that pydantic adds to every name."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
@@ -99,7 +99,7 @@ def _plain(schema: Any) -> Any:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as text for the policy."""
+    """Return a tool's result as text for the policy."""
     if isinstance(result, str):
         return result
     return json.dumps(result, default=str, ensure_ascii=False)

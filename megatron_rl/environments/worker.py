@@ -36,11 +36,11 @@ from megatron_rl.rewards.functions import for_metrics
 from megatron_rl.rewards.worker import begun
 
 MOST_ERROR = 500  # characters
-MOST_TEXT = 1 << 20  # bytes of what a tool or a step says: the rest is cut here
+MOST_TEXT = 1 << 20  # bytes of a tool's or a step's text: longer text is cut
 
 
 class TooLate(BaseException):
-    """The call has had its time. No `except Exception` of the user's catches it."""
+    """The call has reached its time limit. Not caught by the user's `except Exception`."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -53,7 +53,7 @@ def main(descriptor: int, parent: int) -> None:
         channel.send({"error": _text_of(error)})
         return
     channel.send(about)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     itself = os.getpid()
     while True:
         _, (descriptor, *_), _, _ = socket.recv_fds(control, 1, 1)
@@ -65,7 +65,9 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Kind (agent or environment) and tools of the loaded name; makes an environment as a check."""
+    """Return the kind (agent or environment) and the tools of the loaded name; instantiate an
+    environment as a check.
+    """
     if loaded.make is None:
         assert loaded.agent is not None
         inspect.signature(loaded.agent(**settings)).bind("", {})
@@ -80,7 +82,7 @@ def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _live(
     connection: socket.socket, fork_server: int, loaded: Loaded, settings: Mapping[str, Any]
 ) -> None:
-    """The life of a forked process."""
+    """Run a forked process."""
     try:
         os.setsid()
         die_with_parent(fork_server)
@@ -106,7 +108,7 @@ def _raise_too_late(number: int, frame: FrameType | None) -> None:
 
 
 class Conversation:
-    """Answers requests about one environment, or runs an agent."""
+    """Environment of one conversation, or its agent; handles requests about it."""
 
     def __init__(self, loaded: Loaded, settings: Mapping[str, Any]) -> None:
         self._loaded = loaded
@@ -127,12 +129,13 @@ class Conversation:
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except TooLate:
-                self._loop = asyncio.new_event_loop()  # it may have been stopped anywhere
+                # the previous loop may have been stopped in any state
+                self._loop = asyncio.new_event_loop()
                 reply = {"error": f"not done within {request['seconds']:g} s"}
-            except BaseException as error:  # the user's code: whatever it raises is its result
+            except BaseException as error:  # the user's code: any exception is its result
                 reply = {"error": _text_of(error)}
             if os.getpid() != itself:
-                os._exit(0)  # a child that the user's code has forked and let go on
+                os._exit(0)  # a child that the user's code has forked
             channel.send(reply | {"id": request["id"]})
 
     def _answer(self, what: dict[str, Any]) -> Any:
@@ -161,7 +164,7 @@ class Conversation:
             messages = as_messages(step.messages)
         if not step.done and not messages:
             raise ValueError(
-                "step returned no message and done=False: the policy would have nothing to answer"
+                "step returned no message and done=False: the policy has no message to respond to"
             )
         advantage = None if step.advantage is None else finite(step.advantage)
         about = {
@@ -172,7 +175,7 @@ class Conversation:
         return {"messages": _plain(messages), "advantage": advantage, **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool; a failure becomes text for the policy too."""
+        """Call a tool; a failure becomes text for the policy."""
         try:
             text = _cut(as_text(self._settled(self._tools.bound(name, arguments)())))
         except TooLate:
@@ -182,14 +185,14 @@ class Conversation:
                 "failed": True,
                 "late": True,
             }
-        except BaseException as error:  # the user's code: an exit, too, is something to be answered
+        except BaseException as error:  # the user's code: SystemExit becomes a reply, too
             return {"text": f"error: {_text_of(error)}", "failed": True}
         return {"text": text, "failed": False}
 
     def _run(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
         assert self._loaded.agent is not None
         self._agent = self._agent or self._loaded.agent(**self._settings)
-        # where OpenAI's clients look for them
+        # read by OpenAI's clients
         os.environ |= {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": key,
@@ -207,7 +210,7 @@ class Conversation:
         }
 
     def _close(self) -> Any:
-        """The reward that the environment adds at the end."""
+        """Return the reward that the environment adds at the end."""
         environment = self._environment
         self._environment = None
         if environment is None:
@@ -232,7 +235,7 @@ def _closed(environment: Any) -> Any:
 
 
 def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that travel: text cut to a bound, everything else as JSON has it."""
+    """Return messages that can be sent: text cut to a bound, everything else as JSON."""
     cut = [
         one
         | {
@@ -246,7 +249,7 @@ def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """Text that can be encoded, of at most `MOST_TEXT` bytes."""
+    """Return text that can be encoded, of at most `MOST_TEXT` bytes."""
     return text[:MOST_TEXT].encode("utf-8", "replace")[:MOST_TEXT].decode("utf-8", "ignore")
 
 

@@ -1,3 +1,1 @@
-"""Tools for a run's processes: start and end, messages between them, signs of life, the machine
-that they run on.
-"""
+"""Process utilities of a run: start and end, messages, heartbeats, properties of the machine."""

@@ -1,5 +1,5 @@
-"""Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest
-size; arrays travel as bytes. No pickle.
+"""Framed msgpack messages over a socket pair of parent and child, with deadlines and a maximum
+size; arrays as raw bytes. No pickle.
 """
 
 import socket
@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LENGTH = struct.Struct("<Q")  # of a message, before it
+LENGTH = struct.Struct("<Q")  # length prefix of a message
 AT_ONCE = 64 << 10  # bytes
-TRAVELLING = ("i", "f", "|u1", "<i2", "<u2")  # types of arrays
+TRAVELLING = ("i", "f", "|u1", "<i2", "<u2")  # array types that can be sent
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The other side has closed the channel."""
 
 
 class Refused(Exception):
-    """A request that fits no form, or cannot be followed: another engine would refuse it, too."""
+    """Invalid request, or one that cannot be carried out: another engine would refuse it, too."""
 
 
 def encode(message: Any) -> bytes:
@@ -29,7 +29,9 @@ def encode(message: Any) -> bytes:
 
 
 def decode(content: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Raises DecodeError, UnicodeError or RecursionError where it is nothing of this type."""
+    """Decode a message of this type; DecodeError, UnicodeError or RecursionError if it is
+    invalid.
+    """
     return msgspec.msgpack.decode(content, type=kind, dec_hook=_from_bytes)
 
 
@@ -38,7 +40,7 @@ def _as_bytes(value: Any) -> Any:
         return value.typecode, value.tobytes()
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
 
 
 def _from_bytes(kind: Any, value: Any) -> Any:
@@ -53,11 +55,11 @@ def _from_bytes(kind: Any, value: Any) -> Any:
 class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._ahead = b""  # received together with the message before
+        self._ahead = b""  # received together with the previous message
 
     def send(self, *messages: Any, timeout_s: float | None = None) -> None:
-        """Raises TimeoutError where the other side does not take them in time (the channel is of no
-        use then).
+        """Send a message. TimeoutError if the other side does not read it in time; the channel is
+        then unusable.
         """
         encoded = map(encode, messages)
         self._socket.settimeout(timeout_s)
@@ -71,8 +73,8 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, largest: int | None = None) -> Any:
-        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none,
-        it is of no use.
+        """Receive a message of at most `largest` bytes. After TimeoutError or DecodeError the
+        channel is unusable.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
@@ -101,7 +103,7 @@ class Channel:
             try:
                 if len(view) >= AT_ONCE:
                     received = self._socket.recv_into(view)
-                else:  # small messages come several at a time
+                else:  # small messages arrive several at a time
                     piece = self._socket.recv(AT_ONCE)
                     received = min(len(piece), len(view))
                     view[:received] = piece[:received]

@@ -1,5 +1,5 @@
-"""Environment variables of a run's processes: secrets left out, what rewards and environments see,
-code caches.
+"""Environment variables of a run's processes: secrets removed, the variables of rewards and
+environments, code caches.
 """
 
 import os
@@ -17,16 +17,15 @@ SECRET = re.compile(
     r"|^AWS_|^SSH_AUTH_SOCK$",
     re.I,
 )
-# What a program needs to run at all. A reward runs what a model wrote: the rest it gets by
-# `run.variables`.
+# Variables that any program needs. A reward runs code written by a model: it gets others only
+# through `run.variables`.
 FOR_REWARDS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
     r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
 )
-# of a learner, for rank 0 alone
+# of a learner, for rank 0 only
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
-# Where compiled code is kept. Each is read and run again: by default some of them lie where anyone
-# may write.
+# Caches of compiled code, which is read and executed: some default locations are world-writable.
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -44,8 +43,8 @@ def without_secrets(variables: Mapping[str, str], keep: Collection[str] = ()) ->
 
 @contextmanager
 def hidden_secrets(keep: str) -> Iterator[None]:
-    """Around the start of what takes this process's environment: of secrets it gets those whose
-    names begin so.
+    """Hide secrets while a process is started with this environment, except those whose names have
+    these prefixes.
     """
     hidden = [name for name in os.environ if is_secret(name) and not name.startswith(keep)]
     held = {name: os.environ.pop(name) for name in hidden}
@@ -56,8 +55,8 @@ def hidden_secrets(keep: str) -> Iterator[None]:
 
 
 def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
-    """`wanted`: names in run.variables, for which alone a name that looks like a secret
-    is passed on.
+    """Return the environment of rewards. `wanted`: names in run.variables, the only secrets passed
+    on.
     """
     missing = [name for name in wanted if name not in variables]
     if missing:
@@ -71,12 +70,12 @@ def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[s
 
 
 def compiled_code() -> dict[str, str]:
-    """Variables that point to caches of this user's own, kept from run to run; those already set
-    stay as they are.
+    """Return variables that point to caches of this user, kept between runs; those already set are
+    unchanged.
     """
     missing = {variable: name for variable, name in CACHES.items() if variable not in os.environ}
     folder = own_folder(cache_home() / "megatron-rl") if missing else None
-    # nowhere to keep them: the temporary folder of a run is its own, too
+    # no place for caches: the temporary folder of a run is private, too
     if folder is None:
         return {}
     return {variable: str(folder / name) for variable, name in missing.items()}
@@ -90,8 +89,8 @@ def cache_home() -> Path:
 
 
 def own_folder(path: Path) -> Path | None:
-    """The folder, made where it is missing: this user's, a real one, closed to others. None where
-    it cannot be made.
+    """Return the folder, created if missing: owned by this user, not a link, closed to others. None
+    if it cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A lock in a folder: take it, sign it, ask who holds it, tell whether its owner has ended; this
+"""Lock of a folder: take it, sign it, find its holder, detect that its owner has ended; this
 process's own folder.
 
-It is judged on the kernel that gave it alone, as not every shared file system tells other machines
-about it.
+A lock is valid only on the kernel that granted it, as not every shared file system propagates locks
+to other machines.
 """
 
 import errno
@@ -20,17 +20,17 @@ from megatron_rl.files import read_whole
 
 LOCK = "owner.lock"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-LOOKS = 4  # somebody who only asks holds it for a moment
+LOOKS = 4  # retries: a check by another process holds the lock for a moment
 PAUSE_S = 0.05
 
 
 def hold(folder: Path) -> FileIO | None:
-    """The folder's lock, until the file is closed or its last process ends; None where another one
-    holds it.
+    """Take the folder's lock, until the file is closed or its last process ends; None if it is
+    held.
     """
     path = folder / LOCK
     for _ in range(LOOKS):
-        # a lock that others can open is one that others can hold
+        # a lock file that others can open is one that others can lock
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = FileIO(os.open(path, flags, 0o600), "r+")
         if _locked(file) and _is(file, path):
@@ -41,7 +41,7 @@ def hold(folder: Path) -> FileIO | None:
 
 
 def held(folder: Path) -> bool | None:
-    """Whether some process holds it; None where that cannot be told."""
+    """Return True if some process holds the lock; None if unknown."""
     try:
         with FileIO(
             os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -55,13 +55,11 @@ def held(folder: Path) -> bool | None:
 
 
 def claim(folder: Path) -> FileIO:
-    """The lock of a folder that was just made, with its owner's name in it: kernel, host,
-    process.
-    """
+    """Lock a folder that was just created, and sign it with its owner: kernel, host, process."""
     try:
         lock = hold(folder)
         if lock is None:
-            raise BlockingIOError(errno.EWOULDBLOCK, "somebody else holds its lock", str(folder))
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process holds its lock", str(folder))
         sign(lock)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,16 +68,14 @@ def claim(folder: Path) -> FileIO:
 
 
 def sign(lock: FileIO) -> None:
-    """The holder's name, in place of the one before it."""
+    """Replace the signature by this process's."""
     lock.seek(0)
     lock.truncate()
     os.write(lock.fileno(), f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
 
 
 def holder(folder: Path) -> tuple[int, str] | None:
-    """Process and host of whoever has signed the lock; None where nobody has, or it may not be
-    read.
-    """
+    """Return process and host of the signature; None if there is none, or it is unreadable."""
     try:
         _, host, pid = read_whole(folder / LOCK).decode().split()
         return int(pid), host
@@ -88,7 +84,7 @@ def holder(folder: Path) -> tuple[int, str] | None:
 
 
 def current() -> Path | None:
-    """The folder with a lock that this process was given as its temporary one."""
+    """Return this process's temporary folder, if it was given one with a lock."""
     folder = Path(tempfile.gettempdir())
     if (folder / LOCK).is_file():
         return folder
@@ -96,21 +92,21 @@ def current() -> Path | None:
 
 
 def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
-    """Whether it is this user's and its owner is known to have ended; `unsigned`: or was killed
+    """True if it is this user's and its owner is known to have ended; `unsigned`: or was killed
     before it signed the lock.
     """
     try:
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
             return False
-        # for writing: NFS gives no exclusive lock otherwise
+        # opened for writing: NFS grants no exclusive lock otherwise
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
         if boot != _boot_id() and (boot or not unsigned):
-            return host == gethostname()  # this machine, before it was started again
+            return host == gethostname()  # this machine, before a reboot
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:
@@ -128,7 +124,7 @@ def _locked(file: FileIO) -> bool:
 
 
 def _is(file: FileIO, path: Path) -> bool:
-    """Whether the path still is this file: its folder may have been moved away in the meantime."""
+    """True if the path still is this file: its folder may have been moved meanwhile."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""NVIDIA's driver on this machine: what nvidia-smi says of its GPUs, and whether torch can use
-them. Torch-free.
+"""NVIDIA driver of this machine: its GPUs by nvidia-smi, and whether torch can use them.
+Torch-free.
 """
 
 import ctypes
@@ -8,8 +8,7 @@ import subprocess
 from importlib import metadata
 from itertools import takewhile
 
-# of torch as pyproject.toml pins it: the CUDA that it is built for, and the oldest branch of the
-# driver that runs that
+# of torch as pinned in pyproject.toml: its CUDA version, and the oldest driver branch that runs it
 CUDA = 13
 BRANCH = 580
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment
@@ -17,7 +16,7 @@ NEEDS = f"torch, built for CUDA {CUDA}, needs {BRANCH} or newer"
 
 
 def ask(*fields: str) -> list[list[str]]:
-    """What nvidia-smi says of each GPU; empty where there is none, or it does not answer."""
+    """Return nvidia-smi's fields of each GPU; empty if there is none, or it does not respond."""
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -30,8 +29,8 @@ def ask(*fields: str) -> list[list[str]]:
 
 
 def visible() -> list[str] | None:
-    """The devices that CUDA sees by this process's environment, named before the first that is
-    none; None: all.
+    """Return the devices that CUDA sees by this process's environment, up to the first invalid one;
+    None: all.
     """
     named = os.environ.get(VISIBLE)
     if named is None:
@@ -40,7 +39,7 @@ def visible() -> list[str] | None:
 
 
 def too_old(version: str) -> str | None:
-    """Why torch will see no GPU under this version of the driver."""
+    """Return the reason why torch will see no GPU under this version of the driver."""
     branch = version.partition(".")[0]
     if not branch.isdecimal() or int(branch) >= BRANCH or _compatible():
         return None
@@ -48,7 +47,7 @@ def too_old(version: str) -> str | None:
 
 
 def unseen() -> str:
-    """Said where torch sees no CUDA device, and has to."""
+    """Return the error text if torch sees no CUDA device although one is required."""
     (driver,) = next(iter(ask("driver_version")), [None])
     if driver:
         found = f"the NVIDIA driver is {driver}"
@@ -58,8 +57,8 @@ def unseen() -> str:
 
 
 def _compatible() -> bool:
-    """Whether libraries beside an older driver (cuda-compat) bring what this CUDA needs: libcuda
-    itself tells.
+    """True if libraries beside an older driver (cuda-compat) support this CUDA, according to
+    libcuda.
     """
     version = ctypes.c_int()
     try:

@@ -1,4 +1,4 @@
-"""Health of an engine: it answers, is busy, has failed, or one of its processes is stopped."""
+"""Health of an engine: it replies, is busy, has failed, or one of its processes is stopped."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,25 +6,25 @@ from typing import Any
 
 from megatron_rl.processes.process import stopped_below
 
-ANSWER_S = 4.0  # of an engine that is not busy
+ANSWER_S = 4.0  # of an idle engine
 
 
 class EngineHealth:
-    """One that does not answer at once may be busy with a long prefill, an update or a compilation:
-    what hangs is found by sampler.request_timeout_s.
+    """Health check of an engine. Without an immediate reply it may be busy with a long prefill, an
+    update or a compilation: hangs are detected by sampler.request_timeout_s.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Any]], pid: int) -> None:
-        """`ask`: something that the engine answers at once. `pid`: its process, whose children are
-        its workers.
+        """`ask`: a request that the engine replies to at once. `pid`: its process, whose children
+        are its workers.
         """
         self._ask = ask
         self._pid = pid
-        # one question at a time, however many look
+        # one check at a time, for any number of clients
         self._asked: asyncio.Future[Any] | None = None
 
     async def look(self) -> tuple[int, dict[str, str]]:
-        """A status of HTTP, and what is known."""
+        """Return the HTTP status and the details."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(self._ask())
             self._asked.add_done_callback(lambda one: one.cancelled() or one.exception())

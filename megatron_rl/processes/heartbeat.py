@@ -1,7 +1,7 @@
-"""Heartbeat of a rank: its phase, its progress and what it waits for, in a file for hang detection
+"""Heartbeat of a rank: its phase, its progress and its waits, in a file for hang detection
 (supervision/watch.py).
 
-The loop says what it does (`phase`, `waiting`, `mark`); a thread writes it to a file every few
+The loop reports its state (`phase`, `waiting`, `mark`); a thread writes it to a file every few
 seconds.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megatron_rl.files import read_json
 from megatron_rl.processes.process import birth_of
 
-FOLDER = "heartbeat"  # of the run's logs
+FOLDER = "heartbeat"  # below the run's logs
 BEAT_S = 3.0
 START = "start"
 BETWEEN = "between phases"
@@ -34,8 +34,8 @@ class Process(Protocol):
 
 
 class Activity:
-    """What this process does. Only `mark`, `own` and `waiting` may be called by threads beside the
-    main one.
+    """Current activity of this process. Other threads than the main one may call only `mark`, `own`
+    and `waiting`.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Activity:
 
     @contextmanager
     def waiting(self, whom: str, limit_s: float) -> Iterator[None]:
-        """Note what this process waits for meanwhile: processes whose names begin with `whom`, for
-        at most `limit_s` seconds.
+        """Record a wait of this process: for processes whose names begin with `whom`, for at most
+        `limit_s` seconds.
         """
         main = threading.current_thread() is threading.main_thread()
         before = self._waits[main]
@@ -82,7 +82,7 @@ class Activity:
 
     @contextmanager
     def delegate_wait(self) -> Iterator[None]:
-        """The main thread waits for another one: what that one waits for, the process waits for."""
+        """Report another thread's wait as this process's, while the main thread waits for it."""
         self._delegated = True
         try:
             yield
@@ -121,7 +121,7 @@ class Heartbeat:
     """Thread that writes `logs/heartbeat/rank_N.json`, once there is such a folder."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self.each: list[Callable[[], object]] = []  # also called at every beat
+        self.each: list[Callable[[], object]] = []  # callbacks at every heartbeat
         self._path = file_of(run_dir, rank)
         self._rank = rank
         self._count = 0
@@ -132,7 +132,7 @@ class Heartbeat:
         self._thread.start()
 
     def end(self) -> None:
-        """Write the last one of this rank."""
+        """Write the last heartbeat of this rank."""
         self._end.set()
         self._thread.join(BEAT_S)
 
@@ -140,7 +140,7 @@ class Heartbeat:
         while not self._end.is_set():
             self.beat()
             for call in list(self.each):
-                with suppress(Exception):  # of every kind: the next beat tries again
+                with suppress(Exception):  # any exception: the next heartbeat tries again
                     call()
             self._end.wait(BEAT_S)
         self.beat(ended=True)
@@ -158,7 +158,7 @@ class Heartbeat:
             **ACTIVITY.as_fields(),
         }
         new = self._path.with_suffix(".new")
-        # the folder is made by the start of the run; no heartbeat is worth the run
+        # the folder is created at the start of the run; a failed heartbeat must not end the run
         with suppress(OSError):
             new.write_text(json.dumps(content), encoding="utf-8")
             new.replace(self._path)
@@ -169,14 +169,14 @@ def file_of(run_dir: Path, rank: int) -> Path:
 
 
 def phase_of(run_dir: Path, rank: int) -> str:
-    """The phase of a rank's last heartbeat."""
+    """Return the phase of a rank's last heartbeat."""
     with suppress(ValueError, KeyError):
         return str(read_json(file_of(run_dir, rank))["phase"])
     return START
 
 
 def _in_collective() -> bool:
-    """Whether a thread is in a collective, or waits for one that it has begun."""
+    """True if a thread is in a collective, or waits for one that it has started."""
     for frame in sys._current_frames().values():
         name = frame.f_code.co_filename
         if "/torch/distributed/" in name:

@@ -1,5 +1,5 @@
-"""Detection of this CPU's instructions for BF16 and INT8 matrix products, as far as oneDNN's
-variables let torch and vLLM use them, and the settings that suit a small model where they lack.
+"""CPU instructions for BF16 and INT8 matrix products, as far as oneDNN's variables let torch and
+vLLM use them, and settings for a small model without them.
 """
 
 import os
@@ -10,13 +10,17 @@ from megatron_rl.processes.process import own_cores
 
 CPU_FLAGS = Path("/proc/cpuinfo")
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first that is set counts
-NEEDS = {"bf16": ("avx512_bf16", "amx_tile"), "int8": ("avx512_vnni", "amx_tile")}  # one of each
+# one of each is required
+NEEDS = {
+    "bf16": ("avx512_bf16", "amx_tile"),
+    "int8": ("avx512_vnni", "amx_tile"),
+}
 _PLAIN = ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 BELOW = {"bf16": (*_PLAIN, "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE_VNNI"), "int8": _PLAIN}
 
 
 def limit(kind: str) -> str:
-    """The variable that keeps oneDNN from these products, as it is set; empty where none does."""
+    """Return the variable that disables these products in oneDNN, with its value; empty if none."""
     for name in LIMITS:
         if value := os.environ.get(name):
             if value.upper() in BELOW[kind]:
@@ -26,8 +30,8 @@ def limit(kind: str) -> str:
 
 
 def lacking() -> dict[str, str]:
-    """The products that are made in FP32 here, and why; none where a processor does not list its
-    instructions.
+    """Return the products that are computed in FP32 here, with the reason; empty if the processor
+    does not list its instructions.
     """
     text = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""
     listed = next((line.split() for line in text.splitlines() if line.startswith("flags")), None)
@@ -43,8 +47,8 @@ def lacking() -> dict[str, str]:
 
 
 def fastest() -> dict[str, str]:
-    """Settings for a small model where BF16 is multiplied in FP32; docs/benchmarks.md says how far
-    each pays.
+    """Return the fastest settings for a small model where BF16 is multiplied in FP32;
+    docs/benchmarks.md has the speedup of each.
     """
     if "bf16" not in lacking():
         return {}
@@ -54,8 +58,8 @@ def fastest() -> dict[str, str]:
 
 
 def about() -> dict[str, Any]:
-    """How matrices are multiplied here, why, and what the quickstart sets because of it: for a
-    run's record.
+    """Describe for a run's record how matrices are multiplied here, why, and the settings that the
+    quickstart derives.
     """
     missing = lacking()
     by = {

@@ -17,15 +17,14 @@ INTERRUPTED = 128 + SIGINT
 def leave_at_once() -> None:
     """Let Ctrl-C end the process from now on, unless it is ignored or handled already."""
     if getsignal(SIGINT) is default_int_handler:
-        with suppress(ValueError):  # a thread, which may not
+        with suppress(ValueError):  # ValueError outside the main thread
             signal(SIGINT, _leave)
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process in this block, which imports."""
-    # registered first, called last: Python then takes its handlers away, and would die of the
-    # signal
+    """Let Ctrl-C end the process in this block of imports."""
+    # registered first, called last: Python then removes its handlers, and the signal would kill it
     atexit.register(signal, SIGINT, SIG_IGN)
     leave_at_once()
     yield

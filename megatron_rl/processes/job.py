@@ -1,5 +1,5 @@
-"""The Slurm job of this process (time left, whether it goes on, a rank's variables); and how many
-of its processes the kernel has ended for their memory, by the counters of control groups.
+"""Slurm job of this process (time left, whether it continues, a rank's variables); count of its
+processes that were killed for their memory, by the counters of control groups.
 """
 
 import os
@@ -20,7 +20,7 @@ ANOTHER_ENDED = "another rank has ended; srun's own lines say which one, and how
 
 
 def seconds_left() -> float | None:
-    """Seconds until the job's time limit; None where there is none, or nobody says."""
+    """Return the seconds until the job's time limit; None if there is none, or it is unknown."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
         return int(end) - time.time()
@@ -30,14 +30,14 @@ def seconds_left() -> float | None:
 
 
 def goes_on() -> bool:
-    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the
-    job goes on.
+    """True if the job continues: Slurm sends SIGTERM when a job is to end, and also when another of
+    its tasks has failed.
     """
     return _about_job().get("JobState") == "RUNNING"
 
 
 def rank_environment() -> dict[str, str]:
-    """What torch wants to know of a rank, from what srun says of a task."""
+    """Return torch's variables of a rank, from those that srun sets for a task."""
     if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -62,8 +62,8 @@ def _about_job() -> dict[str, str]:
 
 
 def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """Count of processes of this one's control group that the kernel has ended for their memory; 0
-    where it is not counted.
+    """Return the number of processes of this control group that the kernel has killed for their
+    memory; 0 if it is not counted.
     """
     try:
         lines = own.read_text().splitlines()
@@ -71,7 +71,7 @@ def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
         return 0
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):  # of cgroups' first version
+        if "memory" in controllers.split(","):  # cgroup v1
             root = groups / "memory"
             name = "memory.oom_control"
         elif not controllers:
@@ -79,7 +79,7 @@ def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
             name = "memory.events"
         else:
             continue
-        # seen from outside the group, or from inside
+        # as visible from outside the group, or from inside
         for counter in (root / path.lstrip("/") / name, root / name):
             with suppress(OSError):
                 if found := re.search(r"^oom_kill (\d+)$", counter.read_text(), re.M):

@@ -1,6 +1,6 @@
-"""Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the
-driver, ending with the parent or with all descendants, what the kernel knows of a process, a free
-port, output that may fail.
+"""Process helpers of a run: cores, memory, garbage collection, deferred signals, signals left to
+the driver, ending with the parent or with all descendants, process states, a free port,
+fault-tolerant output.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 SIGACTION_BYTES = 1024  # more than any system's struct sigaction
 
-# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every
-# barrier, and torch runs 20 times slower where another process needs the core.
+# Spin count of an OpenMP thread before it sleeps. By default it spins for milliseconds at every
+# barrier, and torch runs 20 times slower if another process needs the core.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
 ALL_CORES = "all"
 
@@ -41,7 +41,7 @@ def keep_to(cores: str) -> None:
 
 
 def share_of_cores(index: int, servers: int) -> str:
-    """This machine's cores, divided among the servers that are started on it."""
+    """Return an equal share of this machine's cores for each server that is started on it."""
     share = len(cores := own_cores()) // servers
     if servers == 1 or share == 0:
         return ALL_CORES
@@ -55,8 +55,8 @@ def own_cores() -> list[str]:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody uses now. Should somebody take it first, whoever wanted it has to ask
-    again.
+    """Return an unused port. Another process may take it first; the caller then has to request
+    another.
     """
     with socket.socket() as probe:
         probe.bind((address, 0))
@@ -65,7 +65,9 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Let garbage wait for a million new objects, not 700: what imports make stays."""
+    """Collect garbage after a million new objects, not 700: objects created by imports are
+    permanent.
+    """
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 50)
     try:
@@ -75,9 +77,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next tensors: from the kernel each page costs a
-    fault.
-    """
+    """Make malloc keep freed memory for the next tensors: a page from the kernel costs a fault."""
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
@@ -85,8 +85,8 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def hidden(module: str) -> Iterator[None]:
-    """Make imports of a module fail meanwhile: megatron imports W&B, which makes folders, for what
-    is not used here.
+    """Make imports of a module fail meanwhile: megatron imports W&B, which creates folders, for
+    unused features.
     """
     if module in sys.modules:
         yield
@@ -99,27 +99,26 @@ def hidden(module: str) -> Iterator[None]:
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process with its parent (a thread, strictly), whose process id is
-    given where known.
+    """Have the kernel end this process with its parent (strictly, a thread), whose process id is
+    given if known.
     """
     _prctl(PR_SET_PDEATHSIG, by)
-    if parent is not None and os.getppid() != parent:  # it died before the line above
+    if parent is not None and os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
-LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
-# "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
+LEAVE_S = 90  # from the end of a rank's work to its exit, which normally takes seconds
+# "Finish the step, then stop", as schedulers request before a time limit: for the driver only.
 STOP_AFTER_STEP = signal.SIGUSR1
 # A rank writes its Python stacks to its log.
 SHOW_STACKS = signal.SIGUSR2
-# From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to
-# wait for.
+# From a launcher to its ranks, and from the kernel if the launcher has died: exit at once.
 AT_ONCE = signal.SIGHUP
 
 
 def hold(*numbers: signal.Signals) -> None:
-    """These signals wait from now on, in what is started from here too: until `release`, nothing is
-    lost.
+    """Block these signals from now on, in child processes too: they stay pending until
+    `release`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -129,7 +128,7 @@ def release(*numbers: signal.Signals) -> None:
 
 
 class LastingHandler:
-    """The present handler of a signal, to be put back where native code has replaced it.
+    """Current handler of a signal, to be restored after native code has replaced it.
 
     LLVM, with which Triton compiles kernels in this process, takes USR1 for itself and drops it.
     """
@@ -146,8 +145,8 @@ class LastingHandler:
 
 @contextmanager
 def for_the_driver_alone() -> Iterator[None]:
-    """What is started meanwhile never hears of Ctrl-C and of the end of the step, from its first
-    moment on.
+    """Have processes that are started meanwhile ignore Ctrl-C and the end-of-step signal from their
+    start.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, STOP_AFTER_STEP))
     try:
@@ -157,26 +156,26 @@ def for_the_driver_alone() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """Ignore Ctrl-C, SIGTERM and USR1 from now on: whoever has started this process signals all of
-    its siblings.
+    """Ignore Ctrl-C, SIGTERM and USR1 from now on: the parent process signals all of its
+    children.
     """
     for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_spawner() -> None:
-    """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed
-    engine by seconds.
+    """End with the parent, in a process started by `multiprocessing`: vLLM's workers outlive a
+    killed engine by seconds.
     """
-    from multiprocessing import parent_process  # slow to import: few need it
+    from multiprocessing import parent_process  # slow to import, and rarely needed
 
     if (spawner := parent_process()) and spawner.pid == os.getppid():
         die_with_parent(spawner.pid)
 
 
 def adopt_orphans(adopts: bool = True) -> None:
-    """Become the parent of orphans below, so that whoever ends this process can end all that it has
-    started.
+    """Become the parent of orphaned descendants, so that the owner of this process can end all of
+    them.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, adopts)
 
@@ -192,7 +191,7 @@ def end_own_group() -> None:
 
 
 def end_with_descendants(pid: int) -> None:
-    """Kills a child and every process below it, those included that left its session."""
+    """Kill a child and all its descendants, including those in other sessions."""
     for each in _with_descendants(pid):
         with suppress(psutil.NoSuchProcess):
             each.kill()
@@ -207,9 +206,7 @@ def _with_descendants(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def ending_orphans(grace_s: float) -> Iterator[None]:
-    """Around what starts processes: those that outlive their parents become this one's, and end
-    after `grace_s`.
-    """
+    """Adopt orphans of processes that are started in this block, and end them after `grace_s`."""
     this = psutil.Process()
     before = this.children()
     adopt_orphans()
@@ -228,36 +225,36 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
 
 
 def stopped_below(pid: int) -> list[int]:
-    """This process and those below it, as far as SIGSTOP or a debugger holds them."""
+    """Return this process and its descendants that SIGSTOP or a debugger holds."""
     return [one.pid for one in _with_descendants(pid) if is_stopped(one.pid)]
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP holds a process, or a debugger."""
+    """True if SIGSTOP or a debugger holds a process."""
     return state_of(pid) in ("T", "t")
 
 
 def state_of(pid: int) -> str:
-    """State of a process in one letter, as `ps` shows it; "" where there is none."""
+    """Return the state of a process in one letter, as `ps` shows it; "" if it does not exist."""
     return next(iter(_stat(pid)), "")
 
 
 def birth_of(pid: int) -> int:
-    """When a process began, in ticks of the machine: with its id the name of one process. 0 where
-    there is none.
+    """Return the start time of a process in ticks since boot, which with its id identifies one
+    process; 0 if it does not exist.
     """
     return int(next(iter(_stat(pid)[19:]), 0))
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name: the state comes first."""
+    """Return the fields of /proc/PID/stat after the name: the state comes first."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
 def describe_end(code: int) -> str:
-    """How a process has ended, from what its parent is told: 3, or -9."""
+    """Describe the end of a process by its exit status as its parent gets it: 3, or -9."""
     if code >= 0:
         return f"exit status {code}"
     doubt = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -271,7 +268,7 @@ def signal_name(number: int) -> str:
 
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-# what a terminal obeys, in place of showing it; halves of surrogate pairs, which no stream takes
+# control characters, which a terminal would execute; unpaired surrogates, which no stream accepts
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -281,9 +278,9 @@ def printable(text: str) -> str:
 
 
 class BestEffortStream:
-    """Text stream that shows control characters, and whose failures end nothing.
+    """Text stream that escapes control characters, and ignores write failures.
 
-    When its reader is gone, or its disk full, what is written is lost.
+    If its reader has exited, or its disk is full, output is lost.
     """
 
     def __init__(self, stream: TextIO, clean: Callable[[str], str] = printable) -> None:
@@ -292,7 +289,9 @@ class BestEffortStream:
 
     @property
     def rich_proxied_file(self) -> "BestEffortStream":
-        """The stream that rich takes in place of this one: it draws by control characters."""
+        """Return the stream that rich uses instead of this one: it draws with control
+        characters.
+        """
         return BestEffortStream(self._stream, str)
 
     def write(self, text: str) -> int:
@@ -312,7 +311,7 @@ class BestEffortStream:
         try:
             yield
         except OSError as error:
-            # for good; what is still buffered goes nowhere
+            # permanently; buffered text is dropped
             if error.errno in (
                 errno.EPIPE,
                 errno.EIO,
@@ -324,7 +323,7 @@ class BestEffortStream:
 
 @contextmanager
 def best_effort_output() -> Iterator[None]:
-    """Closed pipes and terminals end nothing that runs inside; control characters are shown."""
+    """Ignore closed pipes and terminals in this block; escape control characters."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         cast("TextIO", stream and BestEffortStream(stream)) for stream in before
@@ -345,7 +344,7 @@ def status_of(main: Callable[[], int]) -> int:
         with best_effort_output():
             return main()
     except KeyboardInterrupt:
-        # Python remembers one that hit such a text, of a dataclass, and dies of the signal
+        # Python records an interrupt in a dataclass's generated code, and would die of the signal
         exec("")
         return INTERRUPTED
 
@@ -357,5 +356,5 @@ def run_script(main: Callable[[], int]) -> NoReturn:
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler: ends what goes on, and says which signal it was."""
+    """Signal handler: raise KeyboardInterrupt with the name of the signal."""
     raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")

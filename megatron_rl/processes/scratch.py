@@ -1,6 +1,6 @@
-"""Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its
-owner, or by the next start where that was killed, never under a live run (`folder_lock.py`); an
-engine's segments of shared memory.
+"""Private temporary folder (TMPDIR) of a run's processes, and paths removed with it: by its owner,
+or by the next start if that was killed, never under a live run (`folder_lock.py`); shared memory
+segments of an engine.
 """
 
 import getpass
@@ -21,13 +21,13 @@ PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
 SHARED_MEMORY = Path("/dev/shm")
 PROCESSES = Path("/proc")
-# Python's SharedMemory, vLLM's collectives on hosts, and semaphores
+# Python's SharedMemory, vLLM's collectives on CPUs, and semaphores
 SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 LONGEST = 107 - 37  # of a path in which vLLM can open sockets, whose names have 36 letters
 
 
 class Scratch:
-    """Made for this process and those that it starts; `environment` is what they are given."""
+    """Temporary folder of this process and its children; `environment` has their variables."""
 
     def __init__(self) -> None:
         parent = Path(os.environ.get("TMPDIR", "/tmp"))
@@ -50,9 +50,9 @@ class Scratch:
         return {"TMPDIR": str(self.path)}
 
     def enter(self) -> None:
-        """This process uses it too from now on."""
+        """Use the folder in this process too."""
         os.environ.update(self.environment)
-        tempfile.tempdir = None  # where Python remembers the one before
+        tempfile.tempdir = None  # Python caches the previous one here
 
     def close(self) -> None:
         _remove(self.path)
@@ -66,10 +66,10 @@ class Scratch:
 
 
 def _keep_headers(folder: Path) -> None:
-    """torch's precompiled headers lie below TMPDIR whatever its other cache is: seconds of each
-    engine's start.
+    """Keep torch's precompiled headers: they are always below TMPDIR, and building them takes
+    seconds of each engine's start.
     """
-    # nowhere to keep them, or nobody to name them for
+    # no place to keep them, or no user name
     with suppress(OSError, KeyError, ConfigError):
         kept = (compiled_code() | os.environ)["TORCHINDUCTOR_CACHE_DIR"]
         Path(kept).mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _keep_headers(folder: Path) -> None:
 
 @contextmanager
 def entered() -> Iterator[None]:
-    """This process uses a run's folder: the one that it was given, or one of its own."""
+    """Use a run's folder in this process: the one that it was given, or a new one."""
     given = current()
     if given:
         remove_stale(given.parent)
@@ -96,8 +96,8 @@ def entered() -> Iterator[None]:
 
 
 def remove_with_it(paths: Iterable[Path]) -> None:
-    """What lies elsewhere, such as in shared memory, and has to go whatever becomes of this
-    process.
+    """Register a path elsewhere, such as in shared memory, to be removed however this process
+    ends.
     """
     folder = current()
     lines = "".join(f"{path}\n" for path in paths)
@@ -123,12 +123,10 @@ def _remove(folder: Path) -> None:
 
 
 def segments_of_session(session: int) -> set[str]:
-    """Names of the segments that processes of this session have mapped; nothing where there is no
-    /proc.
-    """
+    """Return the segments that processes of this session have mapped; empty without /proc."""
     found: set[str] = set()
     for folder in PROCESSES.glob("[0-9]*"):
-        # a process may end at any moment, and those of other users cannot be looked at
+        # a process may end at any moment, and those of other users cannot be read
         with suppress(OSError):
             if os.getsid(int(folder.name)) == session:
                 found |= set(SEGMENT.findall((folder / "maps").read_text()))

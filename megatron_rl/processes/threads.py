@@ -1,8 +1,8 @@
-"""Thread helpers: daemon threads, an asyncio loop in a thread, pauses between pieces, OpenMP
-helpers, core affinity.
+"""Thread helpers: daemon threads, an asyncio loop in a thread, pauses between pieces of work,
+OpenMP helpers, core affinity.
 
-A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them
-than cores, none waits awake any more, and each small operation waits 30 to 60 us for its helpers
+A thread that has once computed with torch keeps OpenMP's helpers. If a process has more of them
+than cores, none spins any more, and each small operation waits 30 to 60 us for its helpers
 (docs/benchmarks.md).
 """
 
@@ -17,38 +17,36 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SHUT_S = 5.0  # for what still runs on an event loop
+SHUT_S = 5.0  # for tasks that still run on an event loop
 MEANWHILE_S = 1.0
 
 
 def limit_new_threads_to_one_core() -> None:
-    """Those that first compute with torch after this: what a thread has set is what later ones
-    begin with.
+    """Limit threads that first compute with torch after this call: they inherit a thread's
+    setting.
     """
     import torch
 
-    torch.get_num_threads()  # settles what this one does
+    torch.get_num_threads()  # fixes the number of this thread
     setter = threading.Thread(target=torch.set_num_threads, args=(1,))
     setter.start()
     setter.join()
 
 
 def use_all_cores() -> None:
-    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a
-    core of its own.
-    """
+    """Bind this thread to all cores of this process: vLLM binds the main thread to one core."""
     if sys.platform.startswith("linux"):
         cores: set[int] = set()
         for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # the thread has ended
                 cores |= os.sched_getaffinity(int(thread))
         os.sched_setaffinity(0, cores)
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """A daemon: a process that is told to end does not wait for it."""
+    """Run a function in a daemon thread: the process does not wait for it at exit."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # nothing cancels it from here on
+    future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
 
     def run() -> None:
         try:
@@ -61,11 +59,11 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 class Throttle:
-    """Called by a thread between two pieces of its work: it rests."""
+    """Throttle of a thread, called between two pieces of its work."""
 
     def __init__(self, share: float) -> None:
-        """`share`: of a core; 1: no rests."""
-        self.rested = 0.0  # seconds
+        """`share`: of a core; 1: no pauses."""
+        self.rested = 0.0  # in seconds
         self._rest = 1 / share - 1
         self._worked = 0.0
         self._hurry = threading.Event()
@@ -77,27 +75,27 @@ class Throttle:
         self.rested += time.monotonic() - begun
 
     def hurry(self) -> None:
-        """No more rests."""
+        """Stop throttling."""
         self._hurry.set()
 
 
 class EventLoopThread:
-    """An asyncio event loop in a thread of its own, for callers that are not asynchronous
-    themselves.
-    """
+    """Asyncio event loop in a thread of its own, for synchronous callers."""
 
     def __init__(self, name: str, ended: Callable[[], Exception]) -> None:
-        """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
+        """`ended`: makes the exception for callers that wait at the loop's end, or call after
+        it.
+        """
         self.ended = ended
         self._loop = asyncio.new_event_loop()
-        # what is asked after it would never be run
+        # later calls would never run
         self._stopping = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it; what is returned is for any thread, and cancels it."""
+        """Start a coroutine; the returned future can be used and cancelled from any thread."""
         with self._lock:
             if self._stopping:
                 coroutine.close()
@@ -107,9 +105,9 @@ class EventLoopThread:
     def call(
         self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None
     ) -> T:
-        """Run to the end and return the result; an interrupt of the caller cancels it.
+        """Run a coroutine to its end and return the result; an interrupt of the caller cancels it.
 
-        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a
+        `meanwhile` is called periodically in the caller's thread, for work that cannot wait for a
         long call's end.
         """
         future = self.submit(coroutine)
@@ -125,12 +123,12 @@ class EventLoopThread:
             raise
 
     def check(self) -> None:
-        """Raise once the thread has ended: what could not be cancelled in time comes to nothing."""
+        """Raise if the thread has ended: tasks that could not be cancelled in time are dropped."""
         if not self._thread.is_alive():
             raise self.ended()
 
     def stop(self) -> None:
-        """Cancel what still runs, then end the thread; safe to call twice."""
+        """Cancel running tasks, then end the thread; safe to call twice."""
         with self._lock:
             if self._stopping:
                 return

@@ -1,10 +1,10 @@
-"""Scales of an FP8 key-value cache, two per layer: made at each sync from the learner's maxima,
+"""Scales of an FP8 key-value cache, two per layer: computed at each sync from the learner's maxima,
 sent with the weights.
 
-A scale is the largest magnitude that the learner has seen since the sync before, over what FP8 can
-express. What is larger later saturates, until the next sync.
+A scale is the largest magnitude in the learner since the previous sync, over FP8's maximum. Larger
+values later saturate, until the next sync.
 
-L layers of the whole model; the last dimension is (key, value).
+L layers of the complete model; the last dimension is (key, value).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +33,8 @@ class CacheScales:
         return tuple(TensorSpec(name, SCALE_DTYPE, (1,)) for name in self._names())
 
     def begin_sync(self) -> None:
-        """Make the scales of a sync, on every rank. A layer that nothing was seen of keeps the
-        scale that it has.
+        """Compute the scales of a sync, on every rank. A layer without new maxima keeps its
+        scale.
         """
         if self._repeats:
             self._repeats = False
@@ -51,7 +51,7 @@ class CacheScales:
                 "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys "
                 "and values on; score a batch before the first sync"
             )
-        # a checkpoint's are on the host
+        # those of a checkpoint are on the CPU
         if self._scales_L2 is None:
             kept_L2 = made_L2
         else:
@@ -64,15 +64,15 @@ class CacheScales:
         return {"cache_scales": self._scales_L2}
 
     def restore(self, state: Mapping[str, torch.Tensor], repeats: bool) -> None:
-        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the
-        scales that it had.
+        """Load scales. `repeats`: the next sync is again the one before the checkpoint, with its
+        scales.
         """
         if "cache_scales" in state:
             self._scales_L2 = state["cache_scales"]
             self._repeats = repeats
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a checkpoint, scale), as vLLM's loaders know them."""
+        """Return (name in a checkpoint, scale), as vLLM's loaders expect them."""
         assert self._scales_L2 is not None
         yield from zip(self._names(), self._scales_L2.reshape(-1, 1).unbind(), strict=True)
 

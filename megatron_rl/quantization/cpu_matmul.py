@@ -1,10 +1,10 @@
-"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks
-instructions for them; codes and scales of activations, and rounding to BF16, as vLLM's kernels for
-CPUs make them.
+"""Matrix products of BF16, INT8 and FP8 on CPUs, computed in FP32 if the processor lacks
+instructions for them; codes and scales of activations, and rounding to BF16, equal to those of
+vLLM's CPU kernels.
 
 BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in
 FP32 (docs/decisions/cpu_kernels.md). INT8: sums are exact in any order, as long as they stay below
-2^24. FP8: products are exact; the order of the sums shows in one output of ten thousand or fewer.
+2^24. FP8: products are exact; the order of the sums affects at most one output in ten thousand.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -23,7 +23,8 @@ from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 CPU_FLAGS = Path("/proc/cpuinfo")
-_REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its library
+# keeps the libraries alive, and with them their kernels
+_REGISTERED: list[torch.library.Library] = []
 
 
 def has_bf16() -> bool:
@@ -40,8 +41,8 @@ def has_fp8() -> bool:
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 values as vLLM's kernels for hosts store them (rotary embedding, attention): cut off,
-    where the processor does not round to BF16 by itself.
+    """Convert FP32 values as vLLM's CPU kernels store them (rotary embedding, attention): truncated
+    if the processor has no instruction that rounds to BF16.
     """
     rounded = torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu"
     if rounded or (x.dtype, dtype) != (torch.float32, torch.bfloat16):
@@ -51,11 +52,11 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def install() -> None:
-    """Put these products in front of torch's own, for the whole process."""
+    """Replace torch's products by these in the whole process."""
     if torch.cuda.is_available() or has_bf16():
         return
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings(action="ignore"):  # torch says that it had one before
+    with warnings.catch_warnings(action="ignore"):  # torch warns about the overridden kernel
         for name in PRODUCTS:
             library.impl(
                 name, _through_fp32(getattr(torch.ops.aten, name).out), "CPU", allow_override=True
@@ -64,8 +65,8 @@ def install() -> None:
 
 
 def _through_fp32(product: Any) -> Any:
-    """BF16 multiplied in FP32 by `product`, which writes into a given tensor: torch's kernel, with
-    nothing in front.
+    """Multiply BF16 in FP32 by `product`, which writes into a given tensor: torch's kernel, without
+    the override.
     """
 
     def multiply(*matrices: torch.Tensor, **scales: Any) -> torch.Tensor:
@@ -83,8 +84,8 @@ def _through_fp32(product: Any) -> Any:
     return multiply
 
 
-EXACT_K = 1 << 10  # 128 * 127 times so many stays below 2^24
-LEAST_FP8_SCALE = 1 / (FP8_MAX * 512)  # vLLM's, of rows that are zero or next to it
+EXACT_K = 1 << 10  # 128 * 127 times this is below 2^24
+LEAST_FP8_SCALE = 1 / (FP8_MAX * 512)  # vLLM's, for rows that are zero or almost zero
 # what x86 converts to: of nothing else than zero over zero, or a negative number over it
 LEAST = -128.0
 
@@ -105,10 +106,10 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
 def int8_codes(
     x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products
-    of the reciprocal.
+    """Return codes of activations and a scale per token, as vLLM's CPU kernel computes them, by the
+    reciprocal.
 
-    `amax_M1`: the largest magnitude of each token, where others hold more of its features.
+    `amax_M1`: the largest magnitude of each token, if other ranks hold more of its features.
     """
     if (
         amax_M1 is None
@@ -121,7 +122,7 @@ def int8_codes(
     scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
     codes_MK = (wide_MK * inverse_M1).round_()
-    # zeros and what is next to them: such a scale makes nothing of any code
+    # zero or almost zero: with such a scale every code is zero
     if not bool(inverse_M1.isfinite().all()):
         codes_MK.nan_to_num_(LEAST, INT8_MAX, LEAST)
     return codes_MK.to(torch.int8), scale_M1
@@ -138,7 +139,7 @@ class Int8Weight:
     scale = staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
-        """Codes that are multiplied as such are not copied and must not be changed."""
+        """Use the codes without a copy where possible; they must not be changed."""
         self.n = len(codes_NK)
         if has_int8():
             self._codes_NK = codes_NK.detach().contiguous()
@@ -154,8 +155,8 @@ class Int8Weight:
 
     @functools.cached_property
     def _codes_KN(self) -> torch.Tensor:
-        # of one input feature the transposed weight counts as contiguous, with strides that
-        # torch._int_mm reads wrongly
+        # with one input feature the transposed weight counts as contiguous, with strides that
+        # torch._int_mm misreads
         return self._codes_NK.t().clone(memory_format=torch.contiguous_format)
 
     def product(
@@ -176,21 +177,21 @@ class Int8Weight:
         bias_N: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Outputs, scaled in the order of oneDNN's kernel, to equal it to the last bit."""
+        """Return outputs, scaled in the order of oneDNN's kernel, bit-equal to it."""
         out_MN = sums_MN.mul_(self._scale_N)
         if bias_N is not None:
-            # rounded once, as a fused multiply-add does
+            # one rounding, as in a fused multiply-add
             return out_MN.double().mul_(scale_M1).add_(bias_N).float().to(dtype)
         return out_MN.mul_(scale_M1).to(dtype)
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """Sums that are exact, then rounded to FP32."""
+        """Return exact sums, rounded to FP32."""
         if len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
         return self.addable_sums(codes_MK).float()
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """Sums that are exact, INT32."""
+        """Return exact sums in INT32, to be added across ranks."""
         if not self._parts:
             return torch._int_mm(codes_MK, self._codes_KN)
         total_MN = torch.zeros((len(codes_MK), self.n), dtype=torch.int32)
@@ -206,9 +207,9 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
 def fp8_codes(
     x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of activations and a scale per token, as for vLLM's CPU kernels."""
+    """Return FP8 codes of activations and a scale per token, as for vLLM's CPU kernels."""
     scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
-    # the largest of a row may come out a rounding beyond FP8's largest
+    # the largest value of a row may exceed FP8's maximum by a rounding
     codes_MK = (x_MK.float() * scale_M1.reciprocal()).clamp_(-FP8_MAX, FP8_MAX)
     return codes_MK.to(torch.float8_e4m3fn), scale_M1
 
@@ -216,7 +217,7 @@ def fp8_codes(
 class Fp8Weight:
     """FP8 codes with a scale per output feature, for FP8 activations with a scale per token.
 
-    The codes are held in the type that this processor multiplies best.
+    The codes are held in the type that this processor multiplies fastest.
     """
 
     codes = staticmethod(fp8_codes)
@@ -248,14 +249,14 @@ class Fp8Weight:
         bias_N: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Outputs: sums that are rounded, then scaled in FP32, the token's scale first."""
+        """Return outputs: rounded sums, then scaled in FP32, the token's scale first."""
         out_MN = (sums_MN.to(dtype) * scale_M1).mul_(self._scale_N)
         if bias_N is not None:
             out_MN += bias_N
         return out_MN.to(dtype)
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """Sums in FP32."""
+        """Return sums in FP32, to be added across ranks."""
         return torch.nn.functional.linear(codes_MK.float(), self._codes_NK.float())
 
 

@@ -1,5 +1,5 @@
-"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): the layers quantized, the tensors
-they become, the machines that run them, and the quantization_config for vLLM. Torch-free.
+"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): the quantized layers, their tensors,
+the supported machines, and vLLM's quantization_config. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input
 features of a weight.
@@ -16,7 +16,7 @@ from megatron_rl.models.mapping import HfSlice
 from megatron_rl.models.tensors import TensorSpec
 
 BLOCK = 128
-# the key of an update whose content differs from engine to engine, by their formats
+# key of an update whose content differs between engines, by their formats
 BY_FORMAT = "by_format"
 INT8_MAX = 127.0
 INT4_MAX = 7.0
@@ -31,7 +31,7 @@ class Quantized:
     """Representation of a quantized layer's weights in a format."""
 
     dtype: str
-    largest: float  # magnitude that the dtype expresses
+    largest: float  # largest magnitude of the dtype
     blocks: bool = False  # a scale for each 128x128 block; otherwise one for each output row
 
     @property
@@ -62,7 +62,7 @@ LINEAR_NAMES = frozenset(
     }
 )
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
-# the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it
+# the other linear layers, which vLLM needs as an ignore list: routers are too sensitive, and vLLM
 # keeps a head in BF16
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
@@ -157,10 +157,10 @@ def quantization_config(
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that the sampler receives, and the part of it that comes from this rank."""
+    """Tensor that the sampler receives, and this rank's part of it."""
 
     tensor: TensorSpec
-    dim: int | None  # None: every rank of the group holds the whole of it
+    dim: int | None  # None: every rank of the group holds all of it
     runs: tuple[tuple[int, int], ...]
 
     @property
@@ -179,7 +179,9 @@ class Output:
 def outputs(
     piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, split: bool
 ) -> list[Output]:
-    """Tensors that a rank's part of a Hugging Face tensor becomes; `split`: its group shares it."""
+    """Return the tensors that a rank's part of a Hugging Face tensor becomes; `split`: it is
+    sharded over the group.
+    """
     runs = _runs(piece)
     dim = piece.dim if split else None
     if not is_quantized(piece.name, format, ignore):

@@ -1,7 +1,7 @@
 """Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; their errors.
 
-Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that
-a shard quantized with the amax of the whole tensor equals that slice of the quantized whole.
+Symmetric, scales in FP32. Every element is computed from its own value and its scale only, so that
+a shard quantized with the amax of the full tensor equals that slice of the quantized full tensor.
 
 Shapes: O output features, I input features, P and Q 128-blocks along O and I.
 """
@@ -17,18 +17,20 @@ from megatron_rl.config.schema import Format
 from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
-TINY = 1e-12  # an all-zero row keeps a scale that divides
+TINY = 1e-12  # an all-zero row gets a scale that can be divided by
 CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
 ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude per output row, FP32: all-reduced (max) of a row-parallel weight."""
+    """Return the largest magnitude per output row, FP32; to be all-reduced (max) for a row-parallel
+    weight.
+    """
     weight_OI = weight_OI.detach()
     if weight_OI.dtype != torch.bfloat16 or weight_OI.device.type != "cpu" or not weight_OI.numel():
         return weight_OI.abs().amax(dim=1).float()
-    # without their signs, BF16 values order as the integers of the same bits; those are compared
-    # twice as fast
+    # without their signs, BF16 values order like the integers of the same bits, which compare twice
+    # as fast
     bits_OI = weight_OI.contiguous().view(torch.int16)
     rows = _rows_at_once(weight_OI)
     scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.int16)
@@ -51,7 +53,7 @@ def quantize(
     kind = QUANTIZED[format]
     if kind.blocks:
         return _quantize_blocks(weight_OI)
-    # then nothing lies beyond it by more than rounding, which conversion undoes
+    # then values exceed the range only by rounding, which the conversion clamps
     own = amax_O is None
     amax_O = row_amax(weight_OI) if amax_O is None else amax_O.float()
     _refuse_non_finite(amax_O)
@@ -76,7 +78,7 @@ def quantize(
 
 
 def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """FP32 values of quantized weights; the scale is [O, 1], or [P, Q] for blocks."""
+    """Return FP32 values of quantized weights; the scale is [O, 1], or [P, Q] for blocks."""
     if scale.shape == (weight_OI.shape[0], 1):
         return weight_OI.float() * scale
     rows, columns = weight_OI.shape
@@ -91,7 +93,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, columns = weight_OI.shape
     rounded_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     scale_PQ = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), device=weight_OI.device)
-    at_once = -(-_rows_at_once(weight_OI) // (4 * BLOCK)) * BLOCK  # several copies of them in FP32
+    at_once = -(-_rows_at_once(weight_OI) // (4 * BLOCK)) * BLOCK  # several FP32 copies of them
     for start in range(0, rows, at_once):
         some_OI = weight_OI[start : start + at_once]
         padded_OI = torch.nn.functional.pad(
@@ -111,7 +113,9 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
-    """Rows that are rounded at once: on a CPU as many as its cache holds, elsewhere all."""
+    """Return the number of rows to round at once: on a CPU those that fit its cache, elsewhere
+    all.
+    """
     rows, columns = weight_OI.shape
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
@@ -131,11 +135,11 @@ class ErrorSummary:
 
     largest: float
     mean: float
-    clamped_fraction: float  # values beyond what their scale can express
+    clamped_fraction: float  # fraction of values beyond the range of their scale
 
     @classmethod
     def merge(cls, summaries: Iterable[ErrorSummary | None]) -> ErrorSummary | None:
-        """Join those of all ranks, of which some hold nothing that is quantized."""
+        """Join the summaries of all ranks, some of which hold no quantized weights."""
         measured = [one for one in summaries if one]
         if not measured:
             return None
@@ -149,8 +153,8 @@ class ErrorSummary:
 def sample_error(
     weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
 ) -> torch.Tensor:
-    """Sums over some rows, on the device until `summarize` reads them: of squared errors, squared
-    weights, values beyond their scale, and values.
+    """Return sums over sampled rows, on the device until `summarize` reads them: of squared errors,
+    squared weights, values beyond the range of their scale, and values.
     """
     quantized_OI = result["weight"]
     scale = result["weight_scale"]

@@ -1,11 +1,11 @@
-"""Smoothing (SmoothQuant by powers of two): outliers of activations move into the weights that a
+"""Smoothing (SmoothQuant by powers of two): moves outliers of activations into the weights that a
 sync sends as INT8.
 
 For any scale s per channel, x / s times W * s is the same product: a norm's own weight is divided
 by s and the columns of all its readers are multiplied by it. SmoothQuant's choice, s =
 amax(x)^alpha / amax(W)^(1 - alpha), is taken relative to its median over the layer's channels and
-cut to a power of two. Folding those is exact in BF16, for what stays unquantized too; channels near
-the median stay as they are, so that rounding differences between layouts all but vanish.
+rounded to a power of two. Folding those is exact in BF16, also for unquantized readers; channels
+near the median are unchanged, so that rounding differences between layouts almost vanish.
 
 L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
@@ -21,15 +21,15 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 
 SCALES_STAY = 10  # syncs: see docs/decisions/smoothing.md
-LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
+LARGEST_EXPONENT = 20  # well within BF16's range, and beyond any real outlier
 FLOAT32_BIAS = 127
 FLOAT32_FRACTION_BITS = 23
 
 
 class Smoothing:
-    """The present scales, equal on every rank of the learner, and how they come about.
+    """Current scales, equal on every rank of the learner, and their updates.
 
-    A first sync before any activation was seen smooths nothing. Afterwards the scales stay for
+    A sync before any activation was recorded smooths nothing. Afterwards the scales are kept for
     `every` syncs: each change of a scale changes every quantized byte of its columns.
     """
 
@@ -51,10 +51,12 @@ class Smoothing:
         self._take_activation_amax = take_activation_amax
         self.scales_LNH = torch.ones(shape.layers, len(Norm), shape.hidden)
         self._repeats = False
-        self._age: int | None = None  # syncs since the scales were made; None: there are none yet
+        self._age: int | None = (
+            None  # syncs since the scales were computed; None: there are none yet
+        )
 
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
-        """Make new scales if they are due; every rank calls this at the start of a sync.
+        """Compute new scales if they are due; every rank calls this at the start of a sync.
 
         `weight_amax`: [L, N, H], the largest magnitude per column of this rank's quantized readers.
         """
@@ -78,8 +80,8 @@ class Smoothing:
         }
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
-        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the
-        scales that it had.
+        """Load scales. `repeats`: the next sync is again the one before the checkpoint, with its
+        scales.
         """
         if "smoothing" in state:
             age = int(state["smoothing.age"])
@@ -88,8 +90,8 @@ class Smoothing:
             self._repeats = repeats
 
     def scale_of(self, param: Param) -> Tensor | None:
-        """[H]: what a parameter's columns are multiplied by, and its inputs divided; None: by
-        nothing.
+        """Return [H], the factors of a parameter's columns and divisors of its inputs; None if it
+        is not smoothed.
         """
         if param.row.norm is None or self._age is None:
             return None
@@ -97,13 +99,13 @@ class Smoothing:
         return self.scales_LNH[param.layer, param.row.norm]
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
-        """The shard as the sampler gets it; the learner's own is left alone."""
+        """Return a smoothed copy of the shard; the learner's own is unchanged."""
         scale_H = self.scale_of(param)
         return local if scale_H is None else folded(local, scale_H)
 
 
 def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
-    """A norm's own weight, or a matrix that reads the norm, smoothed."""
+    """Smooth a norm's own weight, or a matrix that reads the norm."""
     scale_H = scale_H.to(tensor)
     if tensor.ndim == 1:
         return tensor / scale_H
@@ -111,7 +113,9 @@ def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Powers of two per channel (last dimension) of each norm; 1 without inputs or readers."""
+    """Return powers of two per channel (last dimension) of each norm; 1 without inputs or
+    readers.
+    """
     known = (
         (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
     )
@@ -120,6 +124,6 @@ def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
     )
     exponent = (wanted - wanted.nanmedian(-1, keepdim=True).values).trunc_().nan_to_num_(0.0)
     exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    # the bits of 2^n: exp2 may be a last bit off
+    # the bits of 2^n: exp2 may be inexact in the last bit
     bits = (exponent.to(torch.int32) + FLOAT32_BIAS) << FLOAT32_FRACTION_BITS
     return bits.view(torch.float32)

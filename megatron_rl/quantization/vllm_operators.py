@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-PRIMITIVES = 32  # of oneDNN, kept for each weight: one for every number of tokens seen lately
+PRIMITIVES = 32  # oneDNN primitives cached for each weight: one per recent number of tokens
 SUMS = 3 << 18  # FP32: three megabytes
 INT8_OPERATORS = (
     "create_onednn_scaled_mm_handler",
@@ -28,7 +28,7 @@ def _is_loaded() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     if torch.version.cuda is not None or torch.version.hip is not None:
-        return False  # another build of vLLM, with other operators of the same names
+        return False  # another build of vLLM, with different operators of the same names
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return False
@@ -36,7 +36,8 @@ def _is_loaded() -> bool:
         library = "_C_AVX512.abi3.so"
     else:
         library = "_C_AVX2.abi3.so"
-    if torch.cpu._is_avx512_bf16_supported():  # of several, by the processor, as vLLM chooses
+    # of several kernels, by the processor, as vLLM chooses
+    if torch.cpu._is_avx512_bf16_supported():
         library = "_C.abi3.so"
     try:
         torch.ops.load_library(str(Path(found.origin).with_name(library)))
@@ -57,7 +58,7 @@ def has_int8() -> bool:
 
 
 def int8_is_exact() -> bool:
-    """True if pairs of products are summed in more than 16 bits, where they may overflow."""
+    """True if pairs of products are summed in more than 16 bits, where they could overflow."""
     codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
     ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
     sums = Int8Kernel(codes, ones, torch.float32).product(codes, ones, None)
@@ -65,7 +66,7 @@ def int8_is_exact() -> bool:
 
 
 def int8_codes(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of activations, and a scale per token."""
+    """Return codes of activations, and a scale per token."""
     codes_MK = torch.empty(x_MK.shape, dtype=torch.int8)
     scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
     torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
@@ -73,7 +74,7 @@ def int8_codes(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Int8Kernel:
-    """A packed weight."""
+    """Packed weight of an INT8 kernel."""
 
     def __init__(
         self, codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype = torch.bfloat16
@@ -96,8 +97,7 @@ class Int8Kernel:
             dtype=self._dtype,
             device=codes_MK.device,
         )
-        # sums are stored in FP32 before they are scaled: those of some rows at a time, which the
-        # cache still holds
+        # sums are stored in FP32 before they are scaled: some rows at a time, to stay in the cache
         at_once = max(1, SUMS // self._n)
         for out, codes, scale in zip(
             *(rows.split(at_once) for rows in (out_MN, codes_MK, scale_M1)), strict=True
@@ -111,7 +111,7 @@ def has_rotary() -> bool:
 
 
 def rotary(x_S1AD: torch.Tensor, turns_SD: torch.Tensor) -> torch.Tensor:
-    """Each position turned by its row of `turns_SD`: cosines of its angles, then sines."""
+    """Rotate each position by its row of `turns_SD`: cosines of its angles, then sines."""
     out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
     positions_S = torch.arange(len(turns_SD), device="cpu")
     rows = out_S1AD.view(len(turns_SD), -1)

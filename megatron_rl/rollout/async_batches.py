@@ -1,14 +1,14 @@
-"""Batches in the order of steps, collected when requested, or by a thread ahead of the learner
-(`rollout.max_staleness`); and the gate that holds new prompts back during an update of the sampler.
+"""Batches in the order of steps, collected on request or asynchronously by a thread
+(`rollout.max_staleness`); the gate that holds prompts back during a weight update.
 
-With `rollout.max_staleness: k` a thread collects the next k batches while the learner works. The batch of
-step s is begun once the learner has requested that of step s - k, and not before the sampler serves
-a policy that is at most k updates older than the one that step s starts from. With
-`rollout.in_flight: drain` an update waits for the responses that are being written, and no prompt
-is added until it is over.
+With `rollout.max_staleness: k` a thread collects the next k batches while the learner works. The
+batch of step s is started once the learner has requested that of step s - k, and not before the
+sampler serves a policy that is at most k updates older than the one that step s starts from. With
+`rollout.in_flight: drain` an update waits for the responses in progress, and no prompt is added
+until it is over.
 
-A batch is taken complete and in order: no response is left out for being long, and each prompt is
-trained on once.
+A batch is complete and in order: no response is left out for being long, and each prompt is trained
+on once.
 """
 
 import threading
@@ -22,11 +22,11 @@ from megatron_rl.processes import heartbeat
 from megatron_rl.rollout.collect import Collected, Collector, GenerationHandle, ResponseSource
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
-LOOK_S = 0.2  # the longest that a wait goes on without a look whether it still makes sense
+LOOK_S = 0.2  # poll interval of waits
 
 
 class SyncBatches:
-    """`rollout.max_staleness: 0`: sampler and learner take turns."""
+    """Collection on request (`rollout.max_staleness: 0`): sampler and learner alternate."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -35,18 +35,18 @@ class SyncBatches:
         return self._collector.collect(step)
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around an update of the sampler's weights."""
+        """Wrap an update of the sampler's weights."""
         return nullcontext()
 
     def can_skip_sync(self, step: int) -> bool:
-        """Tell if there is a batch for this step although the sampler refused the update before."""
+        """Return True if this step has a batch although the sampler refused the last update."""
         return False
 
     def stop(self) -> None:
         """Stop prefetching; discard the current batch."""
 
     def join(self) -> None:
-        """Wait for the thread, once the sampler and the rewards are closed."""
+        """Wait for the thread, after the sampler and the rewards are closed."""
 
 
 class Stopped(Exception):
@@ -54,7 +54,7 @@ class Stopped(Exception):
 
 
 class Gate:
-    """A sampler's responses; with `finish`, none is being written while an update comes."""
+    """Gate before a sampler's responses; with `drain`, none is in progress during an update."""
 
     def __init__(self, answers: ResponseSource, rollout: RolloutSection) -> None:
         self.changed = threading.Condition()
@@ -81,7 +81,7 @@ class Gate:
                 self.changed.notify_all()
 
     def enter(self, prompts: int) -> bool:
-        """Add so many prompts, unless it is closed."""
+        """Add so many prompts, unless the gate is closed."""
         with self.changed:
             if not self._closed:
                 self._open += prompts
@@ -93,7 +93,7 @@ class Gate:
             self.changed.notify_all()
 
     def pass_through(self) -> None:
-        """Wait until it is open."""
+        """Wait until the gate is open."""
         with self.changed:
             while self._closed and not self.stopped:
                 self.changed.wait(LOOK_S)
@@ -105,7 +105,7 @@ class Gate:
 
 
 class _Gated:
-    """GenerationHandle, through the gate: what comes while it is closed is added when it opens."""
+    """GenerationHandle behind the gate: prompts added while it is closed start when it opens."""
 
     def __init__(self, gate: Gate, inner: GenerationHandle) -> None:
         self._gate = gate
@@ -141,7 +141,7 @@ class _Gated:
 
 
 class AsyncBatches:
-    """Batches of a thread ahead of the learner. The first is begun when it is requested."""
+    """Batches collected asynchronously by a thread, which starts at the first request."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class AsyncBatches:
         last: int,
         served: Callable[[], int],
     ) -> None:
-        """`last`: step of the run. `served`: the policy version that the sampler serves."""
+        """`last`: last step of the run. `served`: the policy version that the sampler serves."""
         self._collector = collector
         self._gate = gate
         self._last = last
@@ -159,10 +159,10 @@ class AsyncBatches:
         self._most = rollout.max_staleness
         self._changed = gate.changed
         self._ready: deque[Collected] = deque()
-        self._requested = 0  # steps
+        self._requested = 0  # in steps
         self._begun = 0
         self._failure: BaseException | None = None
-        # one for the whole run: processes that it starts again end with it
+        # one thread for the whole run: processes that it restarts end with it
         self._thread = threading.Thread(target=self._collect_all, name="collecting", daemon=True)
 
     def take(self, step: int) -> Collected:
@@ -214,13 +214,13 @@ class AsyncBatches:
                 with self._changed:
                     self._ready.append(collected)
                     self._changed.notify_all()
-        except BaseException as error:  # of every kind: the main thread raises it
+        except BaseException as error:  # any exception: raised again in the main thread
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _begins_next(self) -> bool:
-        """Wait until the next step may be begun; False where the run ends."""
+        """Wait until the next step may be started; False if the run ends."""
         with self._changed:
             while not self._gate.stopped:
                 step = self._begun + 1

@@ -1,6 +1,6 @@
-"""Collection of a step's batch on the driver: prompts drawn, answered (sampler, sessions or data
-set), groups filtered and refilled, metrics; `Scorer`: rewards, the penalty of overlong answers,
-which answers the loss leaves out.
+"""Collection of a step's batch on the driver: draws prompts, gets responses (sampler, sessions or
+data set), filters and refills groups, computes metrics; `Scorer`: rewards, the penalty of overlong
+responses, and the responses excluded from the loss.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from megatron_rl.types import (
     written,
 )
 
-LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
-MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
+LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning may be cut in
+MOST_DETAILS = 64  # names of a reward's additional numbers that a step logs
 Group = list[Scored]
 
 
 class RewardError(RuntimeError):
-    """No answer of a step could be scored."""
+    """No response of a step could be scored."""
 
     process = "the reward workers"
     hint = (
         "Fix the function that reward.name names, or the class that environment.name names: call "
-        "it with a row of data.train and an answer. Variables that it needs are listed in "
+        "it with a row of data.train and a response. Variables that it needs are listed in "
         "run.variables."
     )
 
@@ -64,28 +64,30 @@ class GenerationHandle(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is open."""
+        """Cancel open prompts."""
         ...
 
 
 class ResponseSource(Protocol):
-    """Interface of a Sampler that collecting uses."""
+    """Interface of a Sampler that collection uses."""
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> GenerationHandle: ...
 
 
 @dataclass(frozen=True)
 class Collected:
-    scored: list[Scored]  # what the step trains on
-    drawn: list[Scored]  # everything, before the group filter
+    scored: list[Scored]  # responses that the step trains on
+    drawn: list[Scored]  # all responses, before the group filter
     metrics: dict[str, float]
-    # of the prompts drawn, from and to: a group's number is its prompt's place in the order
+    # half-open range of the drawn prompts: a group's number is its prompt's position in the order
     ordinals: tuple[int, int]
     spans: list[Span] = field(default_factory=list)
 
 
 class Collector:
-    """Draws prompts, has them sampled and scored, and replaces groups without a learning signal."""
+    """Collector of batches: draws prompts, has them sampled and scored, and replaces groups without
+    a learning signal.
+    """
 
     def __init__(
         self,
@@ -110,18 +112,18 @@ class Collector:
         return self._order.position
 
     def collect(self, step: int) -> Collected:
-        """A step's rollouts: whole groups, neighbours, in the order they were drawn.
+        """Collect a step's rollouts: complete groups, adjacent, in the order they were drawn.
 
-        Groups are scored as they are finished. A round replaces what the rounds before it have not
-        brought; as much of it as is certain already is drawn while they go on, so that it has no
-        other prompts for that.
+        Groups are scored as they are finished. A round replaces the groups that earlier rounds have
+        lost; the part of it that is already certain starts while they are in progress, with the
+        same prompts as if it had waited.
         """
         first = self.next_group
         wanted = self._config.prompts_per_step
         drawn: dict[int, Group] = {}
         learnable: set[int] = set()
         spans: list[Span] = []
-        # of the rounds so far, and where the prompts of the next one begin
+        # of the rounds so far, and the position where the prompts of the next one begin
         rounds = 1
         end = first + wanted
         with closing(
@@ -144,8 +146,8 @@ class Collector:
             spans.append(Span("sampler", begun, until))
         everything = [drawn[number] for number in sorted(drawn)]
         kept = [drawn[number] for number in sorted(learnable)]
-        # A policy that solves everything leaves nothing to learn from: the step then runs on what
-        # was drawn, with advantages of zero, rather than stopping the run.
+        # A policy that solves everything leaves no learning signal: the step then trains on all
+        # responses, with zero advantages, rather than stopping the run.
         chosen = kept[:wanted] or everything[:wanted]
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
@@ -166,7 +168,9 @@ class Collector:
     def _least_refill(
         self, first: int, end: int, drawn: Mapping[int, Group], learnable: set[int]
     ) -> int:
-        """Smallest size of the next round, were all groups still open before `end` learnable."""
+        """Return the smallest size of the next round, if all groups still open before `end` were
+        learnable.
+        """
         before = [
             number for number in range(first, end) if number in learnable or number not in drawn
         ]
@@ -181,7 +185,9 @@ class Collector:
         return has_variance([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
-        """Return True if the group's baseline includes it: others must not decide the variance."""
+        """Return True if the group's baseline includes it: only those decide whether there is
+        variance.
+        """
         return one.error is None and (any(one.rollout.loss_mask) or not self._rebaseline)
 
     def _metrics(
@@ -191,7 +197,7 @@ class Collector:
         scored = [one.reward for one in everything if one.error is None]
         if not scored:
             raise RewardError(
-                f"none of {len(everything)} answers got a score; the first: {everything[0].error}"
+                f"none of {len(everything)} responses got a score; the first: {everything[0].error}"
             )
         rewards = [
             one.reward for one in _flat(chosen) if one.error is None and one.rollout.row == 0
@@ -250,13 +256,13 @@ def _sampled(one: Scored) -> int:
 
 
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
-    """Counts of verdicts, and means of the rewards' other numbers."""
+    """Return counts of verdicts, and means of the rewards' other numbers."""
     count = Counter(one.verdict for one in scored)
     details: dict[str, list[float]] = {}
     for one in scored:
         for name, value in one.details.items():
             details.setdefault(name, []).append(value)
-    # the recipe's names first
+    # names in the recipe first
     named = sorted(details, key=lambda name: (not name.startswith("part/"), name))
     return {
         "reward/right": count[Verdict.right],
@@ -269,7 +275,7 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def grouped(scored: Sequence[Scored]) -> list[Group]:
-    """Responses to one prompt are neighbours."""
+    """Group adjacent responses to the same prompt."""
     return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
 
 
@@ -278,7 +284,7 @@ def _flat(groups: Sequence[Group]) -> list[Scored]:
 
 
 def _refill(missing: int, kept: int, drawn: int) -> int:
-    """Number of groups to draw so that about `missing` of them survive the filter."""
+    """Return the number of groups to draw so that about `missing` of them survive the filter."""
     survival = max(0.25, kept / drawn) if drawn else 1.0
     return math.ceil(missing / survival)
 
@@ -334,7 +340,7 @@ class Scorer:
         return scored
 
     def _scores(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
-        """Scores of the rollouts; a session without a reward is judged by its last response."""
+        """Score the rollouts; a session without a reward is judged by its last response."""
         own = [session_score(one.session) if one.session else None for one in rollouts]
         tasks = [
             _task(one, text)
@@ -345,7 +351,7 @@ class Scorer:
         return [next(judged) if found is None else found for found in own]
 
     def _ends(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """The answers' text; of long ones only the end, where the reward looks at no more."""
+        """Return the responses' text; of long ones only the end, if the reward reads no more."""
         characters = reads_last(self.config.weights)
         if characters is None:
             return self.tokenizer.decode([rollout.token_ids for rollout in rollouts])
@@ -354,8 +360,7 @@ class Scorer:
         short = [
             at
             for at, (rollout, text) in enumerate(zip(rollouts, texts, strict=True))
-            if len(rollout.token_ids) > tokens
-            and len(text) <= characters  # of tokens that have no text
+            if len(rollout.token_ids) > tokens and len(text) <= characters  # of tokens without text
         ]
         for at, text in zip(
             short, self.tokenizer.decode([rollouts[at].token_ids for at in short]), strict=True
@@ -364,14 +369,14 @@ class Scorer:
         return texts
 
     def whole(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Scored rollouts with all of their text, as the record has them."""
+        """Return scored rollouts with their complete text, for the record."""
         if reads_last(self.config.weights) is None:
             return list(scored)
         texts = self.tokenizer.decode([one.rollout.token_ids for one in scored])
         return [replace(one, text=text) for one, text in zip(scored, texts, strict=True)]
 
     def pieces(self, one: Scored) -> list[str]:
-        """The text of each token."""
+        """Return the text of each token."""
         return self.tokenizer.decode([[token] for token in one.rollout.token_ids])
 
 
@@ -380,16 +385,17 @@ def _task(rollout: Rollout, text: str) -> Task:
     session = rollout.session
     finish: str = rollout.finish_reason
     text = session.answer if session else text
-    if session and session.turns and session.end != "length":  # whatever the end of this branch was
+    # also if this branch ended differently
+    if session and session.turns and session.end != "length":
         finish = session.turns[-1].finish_reason
     return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
 
 
 class ImmediateHandle:
-    """Implementation of GenerationHandle in which one blocking call serves all prompts."""
+    """GenerationHandle in which one blocking call serves all prompts."""
 
     def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
-        """`generate`: of prompts, and the group of the first."""
+        """`generate`: called with prompts, and the group of the first."""
         self._generate = generate
         self._rollouts: list[Rollout] = []
 
@@ -406,7 +412,9 @@ class ImmediateHandle:
 
 
 class DatasetResponses:
-    """Sampler that returns the data set's own answers: supervised warm start runs the same loop."""
+    """Sampler that returns the data set's own responses: supervised warm start runs the same
+    loop.
+    """
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer

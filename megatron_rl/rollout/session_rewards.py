@@ -7,11 +7,11 @@ from statistics import fmean
 from megatron_rl.rewards.task import Score
 from megatron_rl.types import NEARLY_RIGHT, Session, SessionTurn, Verdict
 
-TURNS_SHOWN = 4  # turns that have numbers of their own
+TURNS_SHOWN = 4  # turns that have metrics of their own
 
 
 def session_score(session: Session) -> Score | None:
-    """The reward that a session's environment has given; None: none."""
+    """Return the reward that a session's environment has assigned; None if none."""
     if session.error is not None:
         return Score(0.0, Verdict.error, f"environment: {session.error}")
     if session.reward is None:
@@ -26,7 +26,7 @@ def session_score(session: Session) -> Score | None:
 
 
 def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
-    """Metrics of the step's conversations."""
+    """Return metrics of the step's conversations."""
     if not sessions:
         return {}
     turns = [turn for one in sessions for turn in one.turns]

@@ -1,5 +1,4 @@
-"""Prompt -> Rollout. A sampler is what the loop asks; behind it is one embedded engine, or a
-fleet of servers.
+"""Samplers: prompts in, rollouts out, from one embedded engine or a fleet of servers.
 
-`vllm` is imported by neither: engines run in processes of their own (`megatron_rl.engine`).
+Does not import `vllm`: engines run in their own processes (`megatron_rl.engine`).
 """

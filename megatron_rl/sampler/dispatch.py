@@ -1,9 +1,9 @@
-"""Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying
-one's go to others.
+"""Dispatcher of prompts to engines: to the engine with their group's prefix, else to the least
+loaded; requests of a failed engine move to others.
 
-All samples of a prompt go to one engine, which has its prefix. Every job is answered exactly once,
-whichever engine answers it. Every wait has a limit: the engine's own deadline for an answer,
-`TRIES` for a job, `patience_s` while there is no engine.
+All samples of a prompt go to one engine, which has its prefix cached. Every request gets exactly
+one response, from any engine. Every wait has a limit: the engine's own timeout for a response,
+`TRIES` for a request, `patience_s` while no engine is available.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron_rl.sampler.client.interface import EngineGone, RequestRefused, Sam
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.types import Completion, Prompt, Rollout, SamplingParams, written
 
-TRIES = 4  # engines that may die over one prompt before the prompt is suspected
-# sequences given to an engine, relative to what it decodes at once: enough to refill its batch
+TRIES = 4  # engines that may die on one prompt before the prompt is suspected
+# sequences given to an engine, relative to its batch size: enough to refill the batch
 QUEUED = 1.25
-POLL_S = 0.01  # whether an update is over whose weights an answer is already of
+POLL_S = 0.01  # poll for the end of the update whose weights a response already has
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt to be answered by one engine, with as many samples as its parameters say."""
+    """Prompt for one engine, with as many samples as its parameters say."""
 
     group: int
     prompt: Prompt
-    seed: int  # of the first sample; the next ones count upwards
+    seed: int  # of the first sample; the others count upwards
     params: SamplingParams
-    # jobs with the same one go to the same engine, which has their prefix, as long as it takes them
+    # requests with the same key go to the same engine, which has their prefix, while it has room
     key: str = ""
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Request:
 
 
 class Meter:
-    """Counts tokens, and the time in which some job was open."""
+    """Count of tokens, and of the time in which a request was open."""
 
     def __init__(self) -> None:
         self.tokens = self.retried = 0
@@ -57,7 +57,7 @@ class Meter:
             return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
 
     def count(self, jobs: int, tokens: int = 0) -> None:
-        """`jobs`: how many more are open; below 0: how many less."""
+        """Add `jobs` to the number of open requests (negative: remove)."""
         with self._lock:
             now = time.perf_counter()
             if self._open:
@@ -68,8 +68,8 @@ class Meter:
 
 
 class Dispatcher:
-    """Jobs that wait for an engine, and those that engines answer. Used from the sampler's event
-    loop only.
+    """Requests that wait for an engine, and those in progress. Used from the sampler's event loop
+    only.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Dispatcher:
         meter: Meter,
         patient: bool = True,
     ) -> None:
-        """`served`: the policy versions so far, the present one last; `on_gone` is told
-        of every failure.
+        """`served`: the policy versions so far, the current one last; `on_gone` is called with
+        every failure.
 
         `patient`: see Engine.generate.
         """
@@ -95,17 +95,17 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_gone = on_gone
         self._meter = meter
-        # jobs without an engine, in their order, and the engine that each will have
+        # requests without an engine, in order, and the engine that each will get
         self._waiting = deque[tuple[Request, asyncio.Future[Replica]]]()
         self._hopeful_at = time.monotonic()  # when an engine last worked, or was about to be ready
-        # sequences of its own, by engine: another dispatcher's take no room here
+        # own sequences by engine: those of other dispatchers do not count here
         self._load = Counter[str]()
         self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
         self._answering: set[asyncio.Task[list[Rollout]]] = set()
         self._failure: SamplerError | None = None
 
     async def ask(self, job: Request) -> list[Rollout]:
-        """Answer a job; if cancelled, the engine is told to stop."""
+        """Return the response to a request; cancellation stops it at the engine."""
         if self._failure is not None:
             raise self._failure
         task = asyncio.create_task(self._answered(job))
@@ -126,8 +126,8 @@ class Dispatcher:
         return rollouts
 
     def notify(self) -> None:
-        """An engine came back, was given up, has been updated, or has room: give it the jobs that
-        wait, or fail them where no engine is left or none came in time.
+        """React to an engine that came back, was abandoned, was updated, or has room: give it
+        waiting requests, or fail them if no engine is left or none came in time.
         """
         late = self._patience_left() <= 0 or all(one.given_up for one in self._replicas)
         if late and self._waiting and self._failure is None:
@@ -143,7 +143,7 @@ class Dispatcher:
             self._waiting.popleft()
 
     async def close(self, why: str = "the request was given up") -> None:
-        """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
+        """Cancel open requests at the engines. `why`: the error that waiting callers get."""
         self._failure = self._failure or SamplerError(why)
         open_tasks = list(self._answering)
         for task in open_tasks:
@@ -161,17 +161,18 @@ class Dispatcher:
                     self._completions(job, replica, self._served[since])
                 )
                 while replica.state is State.updating and self._others(completions, since):
-                    await asyncio.sleep(POLL_S)  # the news that they are loaded is on its way
+                    # the notice that they are loaded has not arrived yet
+                    await asyncio.sleep(POLL_S)
                 if others := self._others(completions, since):
                     allowed = " or ".join(map(str, self._served[since:]))
                     raise EngineGone(
-                        f"{replica.name} answered with policy version {min(others)}, not {allowed}"
+                        f"{replica.name} returned policy version {min(others)}, not {allowed}"
                     )
             except EngineGone as error:
                 reason = str(error)
                 self._on_gone(replica, reason)
             except RequestRefused as error:
-                raise SamplerError(f"{job} cannot be answered: {error}") from None
+                raise SamplerError(f"{job} failed: {error}") from None
             else:
                 replica.served += len(completions)
                 return [
@@ -182,12 +183,13 @@ class Dispatcher:
                 self.notify()
             self._meter.retried += 1
         raise SamplerError(
-            f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
+            f"{job} failed in {TRIES} tries, each of which ended its server; "
+            f"the last error: {reason}"
         )
 
     async def _completions(self, job: Request, replica: Replica, version: int) -> list[Completion]:
         params = job.params
-        # greedy samples are copies of one
+        # greedy samples are identical
         distinct = 1 if params.temperature == 0 else params.samples
         samples = [
             asyncio.ensure_future(
@@ -209,13 +211,15 @@ class Dispatcher:
         return [answer for answer in answers for _ in range(params.samples // distinct)]
 
     def _others(self, completions: Sequence[Completion], since: int) -> set[int]:
-        """Policy versions of the tokens, less those that were served since the job was given out."""
+        """Return the policy versions of the tokens that were not served since the request was
+        dispatched.
+        """
         versions = set[int]().union(*(one.all_versions for one in completions))
         return versions - set(self._served[since:])
 
     async def _next_replica(self, job: Request, first: bool) -> Replica:
-        """Wait for an engine that can take the job, behind those that wait already or before them.
-        The job counts among the engine's from then on.
+        """Wait for an engine with room, behind or before the requests that wait already. The
+        request counts as the engine's from then on.
         """
         if not self._waiting:
             self._hopeful_at = time.monotonic()
@@ -249,8 +253,8 @@ class Dispatcher:
         return replica
 
     def _patience_left(self) -> float:
-        """Seconds until jobs without an engine fail: none of them pass while one works, or is about
-        to be ready.
+        """Return the seconds until requests without an engine fail. The clock stands while an
+        engine works, or is about to be ready.
         """
         states = {replica.state for replica in self._replicas}
         if self._load.total() > 0 or not states.isdisjoint((State.behind, State.updating)):
@@ -260,16 +264,15 @@ class Dispatcher:
     def _can_take(self, replica: Replica, job: Request) -> bool:
         current = replica.state is State.ready and replica.version == self._served[-1]
         load = self._load[replica.name]
-        # one engine alone is given everything: what shares its batches must not hang on when
-        # something was finished
+        # a single engine is given everything: batches must not depend on when samples finish
         alone = len(self._replicas) == 1
         return current and (
             load == 0 or alone or load + job.params.samples <= self._room(replica, job)
         )
 
     def _room(self, replica: Replica, job: Request) -> int:
-        """Sequences that an engine is given: what it decodes at once, as far as its cache holds
-        that many, and some.
+        """Return the number of sequences to give an engine: its batch size, as far as its cache
+        holds them, and a margin.
         """
         sequences = self._max_sequences
         if replica.cache_tokens:
@@ -283,7 +286,7 @@ class Dispatcher:
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """asyncio complains of errors that nobody has asked for."""
+    """Mark an exception as retrieved, or asyncio would warn."""
     if not task.cancelled():
         task.exception()
 

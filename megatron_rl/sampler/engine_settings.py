@@ -1,8 +1,8 @@
-"""Settings of a run's engines: from its configuration to vLLM's arguments and a model folder that
-holds no weights.
+"""Settings of a run's engines: from the configuration to vLLM's arguments and a model folder
+without weights.
 
-An engine loads no checkpoint: it starts from dummy weights in the layout that the folder's
-`quantization_config` (compressed-tensors) describes, and the first sync fills them.
+An engine loads no checkpoint: it starts from dummy weights in the layout of the folder's
+`quantization_config` (compressed-tensors), and the first sync fills them.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Made once from the configuration; every engine and server of the run is started from it."""
+    """Engine settings of a run, made once from the configuration for every engine and server."""
 
     sampler: schema.SamplerSection
     quantization: schema.QuantizationSection
     formats: tuple[schema.Format, ...]  # one per engine
     transport: schema.Transport
-    max_tokens: int  # of a prompt and its answer together
+    max_tokens: int  # of prompt and response together
     seed: int
     device: schema.Device
-    # what an update does to answers that are being written
+    # effect of an update on responses in progress
     in_flight: schema.InFlight = schema.InFlight.drain
     routed_experts: bool = False  # responses come with the experts of every token read
-    head: schema.Precision = schema.Precision.bf16  # of the logits
-    candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
+    head: schema.Precision = schema.Precision.bf16  # precision of the logits
+    candidates: int = 0  # logprobs per sampled token, to determine its sampling support
 
     @classmethod
     def from_config(cls, config: schema.Config) -> EngineSettings:
@@ -65,14 +65,16 @@ class EngineSettings:
         )
 
     def with_format(self, format: schema.Format) -> EngineSettings:
-        """These settings with another weight format, for one engine of several."""
+        """Return these settings with another weight format, for one of several engines."""
         return replace(self, quantization=replace(self.quantization, format=format))
 
 
 def engine_arguments(
     settings: EngineSettings, folder: Path, worker_extension: str = WORKER_EXTENSION
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
+    """Return the keyword arguments of `vllm.LLM`, as plain data that can be sent to the child
+    process.
+    """
     sampler = settings.sampler
     backend = str(settings.transport.value)
     if settings.transport != schema.Transport.file:  # vLLM's own engines, with our checks in front
@@ -87,7 +89,7 @@ def engine_arguments(
         "load_format": "dummy",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling parameters come from the recipe alone
+        "generation_config": "vllm",  # sampling parameters come from the recipe only
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": sampler.tensor_parallel,
         "max_model_len": settings.max_tokens,
@@ -97,10 +99,9 @@ def engine_arguments(
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
-        "enable_prefix_caching": True,  # of the present weights alone: engine/generation.py
+        "enable_prefix_caching": True,  # of the current weights only: engine/generation.py
         "enforce_eager": not gpu,
-        # a seeded request whose prompt is cut in two asks its generator for an offset, which only
-        # CUDA's have
+        # a chunked prefill of a seeded request reads the generator's offset, which only CUDA has
         "enable_chunked_prefill": gpu,
     }
     if settings.routed_experts:
@@ -119,11 +120,10 @@ def engine_arguments(
 
 
 def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
-    """Additional arguments of an engine on GPUs.
+    """Return additional arguments of an engine on GPUs.
 
-    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no
-    network and no compiler. CUDA graphs up to what is decoded at once: vLLM's own limits are
-    twice that, and 512.
+    Nothing that FlashInfer compiles or downloads at engine start: nodes may have no network and no
+    compiler. CUDA graphs up to the batch size: vLLM's own limits are twice that, and 512.
     """
     graphs = math.ceil(max_sequences(sampler) / GRAPH_SPACING) * GRAPH_SPACING
     return {
@@ -139,8 +139,8 @@ def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
 def write_engine_folder(
     hf_folder: Path, target: Path, quantization: schema.QuantizationSection
 ) -> Path:
-    """Write config.json with the quantized layout. Token ids go in and out: the tokenizer is for
-    tool calls alone.
+    """Write config.json with the quantized layout. Requests carry token ids: the tokenizer is for
+    tool calls only.
     """
     model = read_hf_config(hf_folder)
     if "quantization_config" in model:

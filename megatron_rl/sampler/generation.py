@@ -1,5 +1,5 @@
-"""Prompts that are answered on an event loop, for one thread that takes the complete groups: by
-engines (sampler.py), or by sessions (environments/sessions.py).
+"""Prompts in generation on an event loop, for one thread that takes the complete groups: from
+engines (sampler.py) or conversations (environments/sessions.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class GenerationHandle:
-    """Open prompts of one thread; other threads may ask the same engines meanwhile."""
+    """Open prompts of one thread; other threads may use the same engines."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class GenerationHandle:
         close: Callable[[], None],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """`answer`: of a prompt and its group, on the loop. `waiting` is around waits; `meanwhile`
-        is called in the waiting thread every now and then.
+        """`answer`: generates a prompt's group, on the loop. `waiting`: context around waits.
+        `meanwhile`: called periodically in the waiting thread.
         """
         self._loop = loop
         self._answer = answer
@@ -40,17 +40,13 @@ class GenerationHandle:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group`
-        plus its index.
-        """
+        """Add prompts behind those before; a prompt's group is `first_group` plus its index."""
         if prompts:
             self._loop.call(self._begin(prompts, first_group))
             self._open += len(prompts)
 
     def finished(self) -> list[list[Rollout]]:
-        """Return the groups that are complete by now, each by sample; wait for one. Empty: no
-        prompt is open.
-        """
+        """Return the complete groups, each by sample; wait for one. Empty: no prompt is open."""
         groups: list[list[Rollout]] = []
         with self._waiting():
             while self._open > len(groups) and not (groups and self._found.empty()):
@@ -59,15 +55,15 @@ class GenerationHandle:
                     groups.append(found)
                     continue
                 self._failure = found
-                if groups:  # what is complete comes before the error
+                if groups:  # return complete groups before raising the error
                     break
                 raise found
         self._open -= len(groups)
         return groups
 
     def close(self) -> None:
-        """Give up what is open; safe to call twice, from another thread, and after the loop's own
-        end.
+        """Cancel open prompts; safe to call twice, from another thread, and after the loop has
+        ended.
         """
         self._open = 0
         with suppress(type(self._loop.ended())):
@@ -92,7 +88,7 @@ class GenerationHandle:
         try:
             self._found.put(await self._answer(prompt, group))
         except asyncio.CancelledError:
-            self._found.put(self._loop.ended())  # for whoever still waits
+            self._found.put(self._loop.ended())  # for callers that still wait
             raise
         except BaseException as error:
             self._found.put(error)
@@ -106,7 +102,7 @@ class GenerationHandle:
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Rollouts of all prompts, group by group, from a GenerationHandle or its like, which is closed
+    """Return the rollouts of all prompts, group by group, from a GenerationHandle, which is closed
     at the end.
     """
     groups: list[list[Rollout]] = []

@@ -1,5 +1,5 @@
-"""Engine as the sampler keeps it: its state and the transitions allowed (`NEXT`), format, version,
-load; and the error if no engine is left.
+"""Engine as the sampler sees it: state and allowed transitions (`NEXT`), format, version, load; the
+error if no engine is left.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from megatron_rl.weight_sync.manifest import NO_VERSION
 
 
 class State(Enum):
-    down = "starts, or is looked for"
-    behind = "is up, without the weights that are served"
+    down = "is starting, or not yet reachable"
+    behind = "is up, without the current weights"
     ready = "takes prompts"
-    updating = "takes no prompts: new weights are about to be, or just became, the live ones"
-    given_up = "does not come back"
+    updating = "accepts no prompts: new weights are being loaded"
+    given_up = "is not restarted again"
 
 
 NEXT: dict[State, frozenset[State]] = {
@@ -34,32 +34,32 @@ NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(eq=False)
 class Replica:
-    """Used from the sampler's event loop only."""
+    """Engine of the sampler. Used from the sampler's event loop only."""
 
     name: str
     format: Format
     engine: Engine
-    workers_before: int = 0  # of other engines, in a group of the workers of all
-    process: EngineProcess | None = None  # None: it was given by address
+    workers_before: int = 0  # workers of other engines before this one's, in a group of all workers
+    process: EngineProcess | None = None  # None: given by address
     health: EngineHealth | None = None  # of that process
     state: State = State.down
     version: int = NO_VERSION  # of its weights
-    reason: str = ""  # why it is down, or given up
+    reason: str = ""  # why it is down, or not restarted
     restarts: int = 0
-    cache_tokens: int = 0  # of all sequences at once; 0: not known
-    load: int = 0  # sequences it works on
-    served: int = 0  # sequences it has answered
-    # what has been asked of it, to be cancelled with it
+    cache_tokens: int = 0  # of all sequences together; 0: unknown
+    load: int = 0  # sequences in progress
+    served: int = 0  # sequences finished
+    # open requests, cancelled when it is marked down
     running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
     def up(self) -> bool:
-        """True if there is an engine, whatever weights it holds."""
+        """True if the engine is up, with any weights."""
         return self.state in (State.behind, State.ready, State.updating)
 
     @property
     def ready(self) -> bool:
-        """True if it holds the weights of `version`, and answers."""
+        """True if it holds the weights of `version`, and accepts requests."""
         return self.state in (State.ready, State.updating)
 
     @property
@@ -67,11 +67,11 @@ class Replica:
         return self.state is State.given_up
 
     def come_up(self) -> None:
-        """There is an engine, which an update may reach from now on."""
+        """Mark the engine as up: updates include it from now on."""
         self._become(State.behind)
 
     def hold(self, version: int) -> None:
-        """The engine has loaded this version; it takes prompts unless an update is under way."""
+        """Record the loaded version; the engine accepts prompts unless an update is in progress."""
         self.version = version
         self.reason = ""
         if self.state is State.behind:
@@ -86,7 +86,7 @@ class Replica:
             self._become(State.ready)
 
     def mark_down(self, reason: str) -> None:
-        """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
+        """Mark the engine as unavailable and cancel its requests, for others to take over."""
         if self.up:
             self._become(State.down)
         if not self.given_up:
@@ -105,7 +105,7 @@ class Replica:
         self.state = state
 
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
-        """Wait for its reply; ends with NoAnswer if its supervisor takes it out meanwhile."""
+        """Wait for a reply; NoAnswer if its supervisor marks it down meanwhile."""
         task = asyncio.ensure_future(asked)
         self.running.add(task)
         try:
@@ -118,7 +118,7 @@ class Replica:
         return task.result()
 
     async def look(self) -> Look:
-        """Look whether the engine answers, or at least works."""
+        """Check whether the engine replies, or at least makes progress."""
         if self.health is not None:
             return read_health(*await self.health.look())
         try:
@@ -128,11 +128,11 @@ class Replica:
 
 
 class NoServerLeft(SamplerError):
-    """Error with the reason of every engine."""
+    """No engine is left; the message has the reason of each."""
 
     def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
         reasons = []
-        logs = ""  # behind the advice
+        logs = ""  # appended to the hint
         for one in replicas:
             first, _, log = (one.reason or "not ready").partition("\n")
             reasons.append(f"{one.name}: {first.rstrip(':')}")

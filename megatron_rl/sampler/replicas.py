@@ -1,5 +1,5 @@
-"""All engines of a sampler: starts and ends its own, takes given ones, each under a supervisor;
-opens dispatchers, tells health, asks for what modules put out.
+"""All engines of a sampler: starts and ends the run's own, connects to given ones, each under a
+supervisor; opens dispatchers, reports health, reads modules' outputs.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from megatron_rl.sampler.supervisor import SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
 
 NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
-SHUT_S = 5.0  # for what still watches
+SHUT_S = 5.0  # for pending supervisor tasks
 
 
 class Replicas:
-    """Used from the sampler's event loop only, but for `end_processes`."""
+    """Engines of a sampler. Used from the sampler's event loop only, except `end_processes`."""
 
     def __init__(
         self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]
@@ -55,7 +55,7 @@ class Replicas:
     async def open(
         self, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
     ) -> None:
-        """Start the run's own engines, and look after them and the given ones from here on."""
+        """Start the run's own engines, and supervise all engines from now on."""
         settings = self._settings
         sampler = settings.sampler
         starts: Sequence[ProcessSettings | None] = [None] * sampler.engines
@@ -68,7 +68,7 @@ class Replicas:
         for index, (start, address) in enumerate(zip(starts, addresses, strict=True)):
             format = settings.formats[index]
             name = name_of(index, settings, address)
-            # reached anew with each of its processes
+            # reconnects to each new process
             engine = EngineClient(
                 name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary
             )
@@ -79,8 +79,8 @@ class Replicas:
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def first_starts(self) -> None:
-        """Wait for all engines: one that is missing from the beginning is a mistake,
-        not an accident.
+        """Wait for all engines: an engine that is missing at the start is a mistake, not a failure
+        to recover from.
         """
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
@@ -115,7 +115,7 @@ class Replicas:
                 self._state.mark_down(first, str(error))
 
     async def health(self) -> dict[str, Any]:
-        """State of each engine, and the status of the first that is not well."""
+        """Return the state of each engine, and the status of the first unhealthy one."""
         while True:
             await self.updates.until(
                 lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all)
@@ -143,7 +143,7 @@ class Replicas:
         }
 
     async def shut(self) -> None:
-        """Stop watching, and hang up. The processes are ended afterwards."""
+        """Stop supervision and close the connections. The processes are ended afterwards."""
         for dispatcher in self._state.dispatchers:
             await dispatcher.close(NOT_RUNNING)
         for task in self._tasks:
@@ -155,8 +155,8 @@ class Replicas:
             await supervisor.close(shut=True)
 
     def end_processes(self) -> None:
-        """End the engines, once nobody watches them any more; not on the event loop, as each
-        may take seconds.
+        """End the engines after supervision has stopped; not on the event loop, as each may take
+        seconds.
         """
         for replica in self.all:
             if replica.process is not None:
@@ -165,7 +165,7 @@ class Replicas:
 
 
 def name_of(index: int, settings: EngineSettings, address: str) -> str:
-    """Name of an engine in messages."""
+    """Return an engine's name for messages."""
     if address:
         return f"server {index} ({settings.formats[index]}, {address})"
     if len(set(settings.formats)) > 1:
@@ -178,7 +178,7 @@ def name_of(index: int, settings: EngineSettings, address: str) -> str:
 def process_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ProcessSettings]:
-    """Settings of each engine that the run starts."""
+    """Return the settings of each engine that the run starts."""
     gpus = devices(settings.sampler)
     started = []
     for index, format in enumerate(settings.formats):

@@ -1,13 +1,13 @@
-"""Sampler: prompts in, groups of answers (or sessions' turns) out, by engines started or given;
-weight updates, sleep.
+"""Sampler: prompts in, groups of responses (or conversations' turns) out, from engines started by
+the run or given by address; weight updates, sleep.
 
-Engines are children of this process, or servers that are given by address. They are asked,
-watched, restarted and updated on an event loop in a thread of its own; what is here is for threads
-that wait. An update becomes the live weights of all engines, or of none.
+Engines are children of this process, or servers that are given by address. Requests, supervision,
+restarts and updates run on an event loop in a thread of its own; this module is its interface for
+threads that wait. An update becomes the live weights of all engines, or of none.
 
 The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side
 transports drive a sampler too. On a GPU the same code runs with other engine arguments
-(engine_settings.py); that has not been run yet.
+(engine_settings.py).
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class SamplerStats:
     """Totals since `launch`."""
 
     tokens: int = 0
-    seconds: float = 0.0  # in which something was open
-    retried: int = 0  # prompts that another engine had to answer
+    seconds: float = 0.0  # with at least one open request
+    retried: int = 0  # prompts that had to be moved to another engine
     restarts: int = 0
 
 
 class Sampler:
-    """Any thread may ask it; one at a time may update its weights, or close it.
+    """Sampler over one or several engines. Any thread may send requests; one at a time may update
+    its weights, or close it.
 
-    `note` receives a line whenever an engine goes or comes back. Only the thread that has launched
+    `note` receives a line whenever an engine fails or comes back. Only the thread that has launched
     the sampler passes lines on.
     """
 
@@ -75,8 +76,8 @@ class Sampler:
         *,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
-        self.policy_version = NO_VERSION  # that of dummy weights: nothing synced yet
-        # what sampler/update.py tells of the last accepted update
+        self.policy_version = NO_VERSION  # dummy weights: nothing synced yet
+        # report of the last accepted update (sampler/update.py)
         self.last_sync: dict[str, Any] = {}
         self._settings = settings
         self._hf_folder = hf_folder
@@ -91,10 +92,10 @@ class Sampler:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._replicas: Replicas | None = None
         self._starting = threading.Lock()
-        self._started = False  # somebody has waited for it
+        self._started = False  # True once a caller has waited for the start
 
     def launch(self) -> None:
-        """Start the engines without waiting for them: whatever comes next waits."""
+        """Start the engines without waiting for them: later calls wait."""
         self.close()
         self._owner = threading.get_ident()
         self._started = False
@@ -134,7 +135,9 @@ class Sampler:
         first_group: int,
         step: int,
     ) -> list[Rollout]:
-        """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
+        """Return rollouts ordered by prompt, then sample; a prompt's group is `first_group` plus
+        its index.
+        """
         if not prompts:
             return []
         return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
@@ -142,7 +145,7 @@ class Sampler:
     def answering(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> GenerationHandle:
-        """Answer prompts group by group. `patient`: see Engine.generate."""
+        """Generate responses to prompts, group by group. `patient`: see Engine.generate."""
         loop, dispatcher = self._dispatcher(patient)
 
         def answer(prompt: Prompt, group: int) -> Awaitable[list[Rollout]]:
@@ -157,7 +160,7 @@ class Sampler:
         )
 
     def turns(self, params: SamplingParams, *, patient: bool) -> TurnClient:
-        """Answer the requests of conversations, each by itself. `patient`: see Engine.generate."""
+        """Return a client for the requests of conversations. `patient`: see Engine.generate."""
         loop, dispatcher = self._dispatcher(patient)
         close = partial(self._give_up, dispatcher)
         return TurnClient(loop, dispatcher, replace(params, samples=1), close)
@@ -185,12 +188,14 @@ class Sampler:
         return []
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Outputs of the engine's modules for this sequence, by point (models/points.py)."""
+        """Return the outputs of the engine's modules for this sequence, by point
+        (models/points.py).
+        """
         import safetensors.torch
         import torch
 
         if not self._alike:
-            raise SamplerError("modules are compared with engines of the run, in one format")
+            raise SamplerError("module outputs need engines of the run, in one format")
         self.wait_ready()
         ((answer,)) = self._ask(lambda replicas: replicas.values("activations", [list(tokens)]))
         logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
@@ -201,16 +206,16 @@ class Sampler:
     def routed_experts(
         self, sequences: Sequence[Sequence[int]], layers: int
     ) -> list[np.ndarray] | None:
-        """[tokens, layers, experts of a token] of each sequence, -1 in layers without; None where
-        it cannot be told.
+        """Return the experts [tokens, layers, experts of a token] of each sequence, -1 in layers
+        without; None if unknown.
         """
         if not self._alike:
             return None
         self.wait_ready()
-        told = self._ask(
+        values = self._ask(
             lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences])
         )
-        rows = zip(sequences, told, strict=True) if all(told) else ()
+        rows = zip(sequences, values, strict=True) if all(values) else ()
         return [
             np.frombuffer(one, np.int32).reshape(
                 len(tokens),
@@ -222,8 +227,8 @@ class Sampler:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Hold this around an update, its files' writing included: an engine that dies meanwhile
-        comes back by it.
+        """Hold this around an update, including its file writes: an engine that dies meanwhile is
+        restarted into it.
         """
         self._ask(lambda replicas: replicas.updates.hold())  # engines may still be starting
         try:
@@ -241,8 +246,8 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.begin())
 
     def update_weights(self, update_info: Any) -> None:
-        """Have every engine verify an update. WeightSyncError: it is refused, and the version
-        before serves on.
+        """Have every engine verify an update. WeightSyncError: refused; the previous version is
+        still served.
         """
         if BY_FORMAT in update_info:
             by_format = {Format(name): info for name, info in update_info[BY_FORMAT].items()}
@@ -251,8 +256,8 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.stage(by_format))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Every engine loads what it verified. Until the next update it is what
-        restarted ones receive.
+        """Load the verified update in every engine. Restarted engines receive it until the next
+        update.
         """
         self.last_sync = self._ask(lambda replicas: replicas.updates.finish())
         self.policy_version = self.last_sync["policy_version"]
@@ -262,26 +267,26 @@ class Sampler:
             )
 
     def sleep(self, level: int = 1) -> None:
-        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until
-        the next sync).
+        """Release device memory: the cache, and the weights (1: kept in CPU memory, 2: dropped
+        until the next sync).
         """
         self.wait_ready()
         self._ask(lambda replicas: replicas.updates.sleep(level))
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Take memory back for `weights`, `kv_cache`, or both; a request in between is refused."""
+        """Take memory back for `weights`, `kv_cache`, or both; requests before that are refused."""
         parts: Any = tags
         self._ask(lambda replicas: replicas.updates.wake(parts))
 
     def health(self) -> dict[str, Any]:
-        """Status of the first engine that is not well (else of the first), and a line
-        for each engine.
+        """Return the status of the first unhealthy engine (else of the first), and a line for each
+        engine.
         """
         self.wait_ready()
         return self._ask(lambda replicas: replicas.health())
 
     def close(self) -> None:
-        """End the engines that were started here; safe to call twice and in any state."""
+        """End the engines that the run has started; safe to call twice and in any state."""
         if self._loop is not None:
             if self._replicas is not None:
                 self._loop.call(self._replicas.shut())
@@ -305,11 +310,11 @@ class Sampler:
 
     @property
     def _alike(self) -> bool:
-        """True if every engine would tell the same of its modules."""
+        """True if the modules' outputs of every engine are comparable."""
         return len(set(self._settings.formats)) == 1 and not uses_servers(self._settings.sampler)
 
     def _ask(self, ask: Callable[[Replicas], Coroutine[Any, Any, T]]) -> T:
-        """Ask the engines something, on their event loop; wait for the answer."""
+        """Run a call of the engines on their event loop; return its result."""
         loop = self._loop
         replicas = self._replicas
         if loop is None or replicas is None:
@@ -319,7 +324,7 @@ class Sampler:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Around a wait for the engines."""
+        """Mark this process as waiting for the engines."""
         section = self._settings.sampler
         limit_s = max(section.request_timeout_s, section.start_timeout_s)
         try:
@@ -334,7 +339,7 @@ class Sampler:
 
 
 class TurnClient:
-    """Requests of conversations, asked from another event loop."""
+    """Client for conversations' requests from another event loop."""
 
     def __init__(
         self,
@@ -357,17 +362,17 @@ class TurnClient:
         key: str,
         tools: ToolFormat | None = None,
     ) -> Rollout:
-        """`key`: see dispatch.Request."""
+        """Return the response to a request. `key`: see dispatch.Request."""
         params = replace(self._params, max_tokens=max_tokens, tools=tools)
         job = Request(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
         (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
-        # a conversation keeps each of its completions: not with the whole request
+        # a conversation keeps each completion: keep only the fields that it needs
         return replace(rollout, prompt=replace(rollout.prompt, token_ids=()))
 
 
 def request_seed(seed: int, group: int) -> int:
-    """A seed per group, the same for the same run seed; its samples count upwards from there, as
-    vLLM's own would.
+    """Return a seed per group, reproducible from the run seed; its samples count upwards from
+    there, as in vLLM.
     """
     digest = blake2b(f"{seed}/{group}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # leaves room to count samples upwards in 63 bits

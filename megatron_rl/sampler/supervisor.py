@@ -1,9 +1,9 @@
-"""Supervisor of one engine: starts, watches, restarts it, brings its weights up to date;
-`SamplerState` that all share.
+"""Supervisor of one engine: starts, watches and restarts it, syncs its weights; `SamplerState`,
+shared by all.
 
-One task per engine, on the sampler's event loop. An engine serves only after it has received
-the current policy version. One that was given by address is not restarted, only looked for
-until it answers again.
+One task per engine, on the sampler's event loop. An engine serves only after it has received the
+current policy version. An engine that was given by address is not restarted; the supervisor waits
+until it is reachable again.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from megatron_rl.sampler.dispatch import Dispatcher
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
-MAX_RESTARTS = 3  # of each engine: one that goes on dying is ill
+MAX_RESTARTS = 3  # of each engine; one that dies more often is not restarted again
 POLL_S = 0.2
-PROBE_EVERY_S = 2.0  # between two looks at every engine
-SLOW = 2  # looks in a row without an answer of the engine until somebody is told
-END_S = 1.0  # from the end of its socket to that of a process
-UNANSWERED = 3  # looks in a row without an answer until an engine counts as gone
+PROBE_EVERY_S = 2.0  # between two health checks of an engine
+SLOW = 2  # failed health checks in a row before a warning
+END_S = 1.0  # from the end of its socket to the end of the process
+UNANSWERED = 3  # failed health checks in a row before an engine counts as unavailable
 
 # a step of an update, and its arguments by format
-Told = tuple[UpdateStep, dict[Format, dict[str, Any]]]
+UpdateCall = tuple[UpdateStep, dict[Format, dict[str, Any]]]
 
 
 @dataclass
@@ -40,20 +40,20 @@ class SamplerState:
 
     start_timeout_s: float
     request_timeout_s: float
-    max_tokens: int  # of a prompt and its answer together: what every engine must take
+    max_tokens: int  # of prompt and response together: every engine must support it
     vocabulary: int
     note: Callable[[str], None]
     transport: Transport = Transport.file
-    init_info: dict[str, Any] | None = None  # what engines were told before the first update
+    init_info: dict[str, Any] | None = None  # arguments of the engines before the first update
     # policy versions so far, the current one last
     served: list[int] = field(default_factory=lambda: [NO_VERSION])
     # the update that brought its weights, for re-syncs
-    kept_update: list[Told] = field(default_factory=list)
-    restarted: int = 0  # engines, so far
+    kept_update: list[UpdateCall] = field(default_factory=list)
+    restarted: int = 0  # restarts of all engines so far
     dispatchers: list[Dispatcher] = field(default_factory=list)  # those that are open
-    # one update, or one re-sync, at a time
+    # one update or re-sync at a time
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # the learner has the engines' GPUs: one that has died starts again afterwards
+    # the learner has the engines' GPUs: a dead engine is restarted afterwards
     asleep: bool = False
 
     @property
@@ -61,27 +61,29 @@ class SamplerState:
         return self.served[-1]
 
     def init_of(self, replica: Replica) -> dict[str, Any]:
-        """vLLM's trainer tells every engine that its workers come first."""
+        """Return the rendezvous arguments of an engine; vLLM's trainer tells every engine that its
+        workers come first.
+        """
         info = dict(self.init_info or {})
         if "rank_offset" in info:
             info["rank_offset"] += replica.workers_before
         return {"init_info": info}
 
     def tell(self) -> None:
-        """Tell dispatchers that an engine came back, was given up, or has been updated."""
+        """Notify dispatchers that an engine came back, was abandoned, or was updated."""
         for dispatcher in self.dispatchers:
             dispatcher.notify()
 
     def mark_down(self, replica: Replica, reason: str) -> None:
         reason = reason.removeprefix(f"{replica.name}: ")
         if replica.ready:
-            self.note(f"{replica.name} is out: {reason}")
+            self.note(f"{replica.name} is unavailable: {reason}")
         replica.mark_down(reason)
         self.tell()
 
 
 class Supervisor:
-    """The life of one engine."""
+    """Supervisor task of one engine."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Supervisor:
         address: str,
         key: str,
     ) -> None:
-        """`start`: how the run starts this engine; None where it was given by address."""
+        """`start`: how to start this engine; None if it was given by address."""
         self.replica = replica
         self._start = start
         self._state = state
@@ -115,7 +117,7 @@ class Supervisor:
         )
 
     async def run(self) -> None:
-        """Look after the engine until cancelled, or until it is given up."""
+        """Supervise the engine until cancelled, or until it is not restarted again."""
         replica = self.replica
         while True:
             while self._state.asleep and self._start is not None:
@@ -129,9 +131,7 @@ class Supervisor:
                     "further try before the next version"
                 )
                 await self._failed(f"the re-sync was refused: {error}")
-            except (
-                Exception
-            ) as error:  # every kind: an engine without its supervisor would be lost in silence
+            except Exception as error:  # any exception: the supervisor must not end silently
                 await self._failed(
                     str(error)
                     if isinstance(error, SamplerError)
@@ -144,8 +144,8 @@ class Supervisor:
                 return
 
     async def close(self, shut: bool = False) -> None:
-        """Hang up. `shut`: workers of a larger engine share memory that only they release, so that
-        it is asked to.
+        """Close the connection. `shut`: end workers in order, as those of a larger engine share
+        memory that only they release.
         """
         child = self._child
         process = self.replica.process
@@ -155,7 +155,7 @@ class Supervisor:
         await self.replica.engine.close()
 
     async def _bring_up(self) -> None:
-        """Bring an engine, restarted here or given by address, to serve the current policy."""
+        """Bring an engine, restarted here or given by address, to the current policy."""
         replica = self.replica
         state = self._state
         again = self.first_start.done()
@@ -183,7 +183,7 @@ class Supervisor:
         await self._until_healthy()
         if self._key and await line.answers_without_key():
             raise EngineGone(
-                f"{self._address} moves weights for whoever asks, without the key; start it with "
+                f"{self._address} accepts weight updates without the key; start it with "
                 "`megatron-rl serve`"
             )
         await client.open()
@@ -198,7 +198,7 @@ class Supervisor:
     async def _make_current(self) -> None:
         replica = self.replica
         state = self._state
-        if self._start is None:  # whoever used it before may have left in the middle of an update
+        if self._start is None:  # its previous client may have left in the middle of an update
             await replica.engine.update("forget")
         if state.init_info is not None:
             await replica.engine.update("init", **state.init_of(replica))
@@ -222,12 +222,12 @@ class Supervisor:
             if time.monotonic() > deadline:
                 limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
                 raise EngineGone(
-                    f"no answer from {self._address} in {limit}; the last try: {look.slow}"
+                    f"no reply from {self._address} in {limit}; the last try: {look.slow}"
                 )
             await asyncio.sleep(POLL_S)
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do some work with the engine, and look at it meanwhile."""
+        """Run work on the engine while checking its health."""
         working = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._until_gone())
         try:
@@ -240,14 +240,14 @@ class Supervisor:
             watching.cancel()
 
     async def _watch(self) -> None:
-        """Returns once the engine is gone, or was taken out by whoever asked it something."""
+        """Return once the engine has terminated, or was marked down by another task."""
         reason = await self._until_gone(lambda: not self.replica.up)
         self._state.mark_down(self.replica, reason)
         await self._failed(reason)
 
     async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
-        """Wait for the engine's end and say what it was: its process ended, or it left
-        several looks unanswered.
+        """Wait for the engine's end and describe it: its process ended, or several health checks
+        failed in a row.
         """
         replica = self.replica
         state = self._state
@@ -264,20 +264,20 @@ class Supervisor:
             next_look = time.monotonic() + PROBE_EVERY_S
             unanswered = 0 if look.alive else unanswered + 1
             if unanswered >= UNANSWERED:
-                return f"did not answer {UNANSWERED} times in a row: {look.slow}"
+                return f"failed {UNANSWERED} health checks in a row: {look.slow}"
             if slow >= SLOW and not look.slow:
-                state.note(f"{replica.name} answers again")
+                state.note(f"{replica.name} replies again")
             slow = slow + 1 if look.slow else 0
             if slow == SLOW:
-                state.note(f"{replica.name} is slow to answer: {look.slow}")
+                state.note(f"{replica.name} is slow to reply: {look.slow}")
         return replica.reason
 
     async def _failed(self, reason: str) -> None:
-        """Clear away what is left; decide whether there is another try."""
+        """Clean up after a failure; decide whether to restart."""
         replica = self.replica
         state = self._state
         process = replica.process
-        # its sockets end a moment before it does, and it may be known by now how
+        # its sockets end just before it does; by now the exit status may be known
         if process is not None:
             await asyncio.to_thread(process.wait, END_S)
             reason = (process.ended() if ENDED in reason else None) or reason
@@ -299,6 +299,8 @@ class Supervisor:
             await asyncio.sleep(PROBE_EVERY_S)
         elif replica.restarts >= MAX_RESTARTS:
             replica.give_up(f"given up after {MAX_RESTARTS} restarts: {details}")
-            state.note(f"{replica.name} is given up after {MAX_RESTARTS} restarts: {reason}")
+            state.note(
+                f"{replica.name} is not restarted again after {MAX_RESTARTS} restarts: {reason}"
+            )
         else:
             replica.restarts += 1

@@ -1,11 +1,11 @@
-"""Weight update of all engines: begun, verified and loaded together, or by none; also sleeps,
-wakes, asks all.
+"""Weight updates of all engines: started, verified and loaded together, or by none; also sleep,
+wake, and calls to all engines.
 
-An update has three parts: every engine begins it, then every engine verifies it, then every engine
-loads it. If one refuses it while verifying, none loads it. An engine that dies in any part is taken
-out; its supervisor brings it back with the version that is served by then. Where none is left, the
-first one that comes back is told what the others had been told, and the update goes on. Engines
-answer in the first two parts, and stop between two steps for the third.
+An update has three parts: every engine starts it, then every engine verifies it, then every engine
+loads it. If one refuses it while verifying, none loads it. An engine that dies in any part is
+marked down; its supervisor restarts it with the version that is served by then. If none is left,
+the first one that comes back gets the same calls again, and the update continues. Engines generate
+during the first two parts, and pause between two steps for the third.
 """
 
 import asyncio
@@ -17,28 +17,28 @@ from typing import Any
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler.client.interface import Engine, EngineGone, Part, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
-from megatron_rl.sampler.supervisor import SamplerState, Told
+from megatron_rl.sampler.supervisor import SamplerState, UpdateCall
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 
 POLL_S = 0.1
 
 
 class Updates:
-    """Used from the sampler's event loop only."""
+    """Updates of a sampler's engines. Used from the sampler's event loop only."""
 
     def __init__(self, replicas: Sequence[Replica], state: SamplerState) -> None:
         self._replicas = replicas
         self._state = state
-        self.holds = False  # state.updating, which keeps re-syncs away
-        self._releases = False  # at the end of the update: nobody holds it for longer
-        # a replica that has another engine by now takes it no more
+        self.holds = False  # holds state.updating, which blocks re-syncs
+        self._releases = False  # release the lock at the end of the update
+        # a restarted engine no longer takes part
         self._taken_by: list[tuple[Replica, Engine]] = []
-        self._told: list[Told] = []
-        self._stood_s = 0.0  # what engines have stood still for this update so far
+        self._calls: list[UpdateCall] = []
+        self._stood_s = 0.0  # seconds that engines have paused for this update so far
 
     async def on_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
-        """Ask every engine that is up, all at once. One that is gone is taken out; with none left,
-        who comes back.
+        """Call all live engines concurrently. A failed one is marked down; if none is left, wait
+        for a restart.
         """
         while True:
             await self._until_one_is_up()
@@ -46,8 +46,8 @@ class Updates:
                 return await self._on([replica for replica in self._replicas if replica.up], ask)
 
     async def sleep(self, level: int) -> None:
-        """Engines that are being started, or told of the present version, come first: the learner
-        wants their room.
+        """Put the engines to sleep. Engines that are starting or re-syncing come first: the learner
+        needs their memory.
         """
         if not self.holds:
             with contextlib.suppress(NoServerLeft):
@@ -58,7 +58,7 @@ class Updates:
         self._state.asleep = True
 
     async def wake(self, parts: Sequence[Part] | None) -> None:
-        # the learner has made room, also for an engine that has to start again
+        # the learner has released memory, also for an engine that has to be restarted
         self._state.asleep = False
         await self.on_all(lambda one: one.engine.wake(parts))
 
@@ -71,7 +71,7 @@ class Updates:
             *(one.wait_for(ask(one)) for one in replicas), return_exceptions=True
         )
         for replica, engine, answer in zip(replicas, engines, answers, strict=True):
-            # another may have taken its place
+            # it may have been replaced
             if isinstance(answer, EngineGone) and replica.engine is engine:
                 state.mark_down(replica, str(answer))
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -84,7 +84,7 @@ class Updates:
 
     @property
     def _taking(self) -> list[Replica]:
-        """Engines that take the update."""
+        """Return the engines that take part in the update."""
         return [
             replica for replica, engine in self._taken_by if replica.up and replica.engine is engine
         ]
@@ -93,8 +93,8 @@ class Updates:
         return [(replica, replica.engine) for replica in self._replicas if replica.up]
 
     async def hold(self) -> None:
-        """Keep engines that come back from being told of the present version: its files may
-        be written over.
+        """Block re-syncs of restarted engines: the files of the current version may be
+        overwritten.
         """
         if self.holds:
             return
@@ -103,7 +103,7 @@ class Updates:
             await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
         except TimeoutError:
             raise SamplerError(
-                "a weight update could not begin within "
+                "a weight update could not start within "
                 f"sampler.start_timeout_s={state.start_timeout_s:g}: "
                 f"{', '.join(one.name for one in self._replicas if not one.ready and not one.given_up)} "
                 "is still receiving the version before. Read its log; raise "
@@ -117,12 +117,12 @@ class Updates:
             self._state.updating.release()
 
     async def init(self, info: dict[str, Any]) -> None:
-        self._state.init_info = info  # also of engines that come later
+        self._state.init_info = info  # also for engines that come later
         self.require_group()
         await self.on_all(lambda one: one.engine.update("init", **self._state.init_of(one)))
 
     def require_group(self) -> None:
-        """Raise where NCCL would wait for good for an engine that is gone."""
+        """Raise if NCCL would wait forever for a lost engine."""
         lost = [one for one in self._replicas if not one.up]
         if lost and self._state.transport == Transport.nccl:
             raise SamplerError(
@@ -136,7 +136,7 @@ class Updates:
         self._releases = not self.holds
         await self.hold()
         self._taken_by = self._all_up()
-        self._told = []
+        self._calls = []
         self._stood_s = 0.0
         try:
             await self._tell("start", {})
@@ -149,8 +149,8 @@ class Updates:
             await self.release()
 
     async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
-        """Engines go on answering while they verify, where the update says so; nothing
-        is loaded yet.
+        """Have engines verify the update; nothing is loaded yet. They keep generating if the update
+        allows it.
         """
         began = time.perf_counter()
         try:
@@ -168,13 +168,13 @@ class Updates:
             raise
 
     async def finish(self) -> dict[str, Any]:
-        """Load the update. No engine goes on before every one has: no token is of weights that
-        are taken back.
+        """Load the update. No engine resumes before all have loaded it: no token may be of weights
+        that are reverted.
 
-        With what the slowest engine says of it, and for how long engines stood still.
+        Return the report of the slowest engine, and the seconds that engines were paused.
         """
         state = self._state
-        told = list(self._told)
+        calls = list(self._calls)
         began = time.perf_counter()
         for replica, _ in self._taken_by:
             replica.begin_update()
@@ -183,12 +183,12 @@ class Updates:
             states = await self._tell("finish", {}, stand=stand)
             slowest = max(states, key=lambda answer: answer["load_s"])
             state.served.append(slowest["policy_version"])
-            state.kept_update = [*told, ("finish", {})]
+            state.kept_update = [*calls, ("finish", {})]
             for replica in self._taking:
                 replica.hold(state.version)
             if stand:
                 await self._resume()
-        except BaseException:  # of every kind: one that was interrupted may have either version
+        except BaseException:  # any exception: an interrupted engine may have either version
             await asyncio.shield(self._reconcile())
             raise
         finally:
@@ -199,15 +199,14 @@ class Updates:
         return slowest | {"pause_s": self._stood_s + time.perf_counter() - began}
 
     async def _reconcile(self) -> None:
-        """After a load that failed somewhere: engines that have the version before go on, others
-        are taken out.
+        """Recover after a load that failed somewhere: engines with the previous version resume,
+        others are marked down.
         """
         for replica in self._taking:
             try:
                 status = await replica.engine.status()
                 if status["torn"] and self._state.transport != Transport.file:
-                    # it cannot be started again: it refuses whatever is asked, until a good update
-                    # repairs it
+                    # it cannot be restarted: it refuses requests until a good update repairs it
                     continue
                 if status["policy_version"] != self._state.version or status["torn"]:
                     raise EngineGone("it loaded a version that another engine could not load")
@@ -216,7 +215,7 @@ class Updates:
                 self._state.mark_down(replica, str(error))
 
     async def _resume(self) -> None:
-        """Let engines that stand still go on. One that cannot go on is taken out."""
+        """Resume paused engines. One that cannot resume is marked down."""
         standing = self._taking
         asked = (one.wait_for(one.engine.update("resume")) for one in standing)
         for replica, answer in zip(
@@ -235,17 +234,17 @@ class Updates:
                 self.require_group()
                 await self._start_over()
             else:
-                if step != "finish":  # who has loaded it may serve it
+                if step != "finish":  # an engine that has loaded it may serve it
                     self.require_group()
-                self._told.append((step, by_format))
+                self._calls.append((step, by_format))
                 return answers
 
     async def _start_over(self) -> None:
-        """Tell the first engine that comes back what those had been told that are gone."""
+        """Repeat the calls of the lost engines on the first one that comes back."""
         await self._until_one_is_up()
         self._taken_by = self._all_up()
-        with contextlib.suppress(NoServerLeft):  # whoever called tries again
-            for step, by_format in self._told:
+        with contextlib.suppress(NoServerLeft):  # the caller tries again
+            for step, by_format in self._calls:
                 await self._update(step, by_format)
 
     async def _update(
@@ -264,8 +263,8 @@ class Updates:
         await self.until(lambda: any(replica.up for replica in self._replicas))
 
     async def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that becomes of engines; raise where it does not in time, or
-        cannot any more.
+        """Wait until a condition of the engines holds; raise after the timeout, or once no engine
+        can recover.
         """
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s

@@ -1,3 +1,3 @@
-"""Learner shards -> live sampler weights: mapping, quantization, manifest, transports and the
-receiving engine.
+"""Weight sync from learner shards to the live sampler: mapping, quantization, manifest, transports
+and the receiving engine.
 """

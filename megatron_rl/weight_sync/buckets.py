@@ -1,8 +1,7 @@
 """Buckets of a weight sync: parameters whose parts the first rank of a tensor-parallel group
-gathers and makes whole.
+gathers into full tensors.
 
-Every rank knows every other rank's part from the mapping table alone, so contents travel as bare
-bytes.
+Every rank knows every other rank's part from the mapping table, so contents are sent as raw bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,19 +24,21 @@ BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
 
 @dataclass(frozen=True)
 class Job:
-    """One parameter: this rank's slices of it, and what each rank of the group makes of its own."""
+    """One parameter: this rank's slices of it, and the outputs of each rank of the group."""
 
     param: Param
     slices: tuple[HfSlice, ...]
     outputs: tuple[tuple[tuple[Output, ...], ...], ...]  # [rank of the group][slice]
 
     def flat(self, rank: int) -> list[Output]:
-        """The outputs of all slices of a rank; those without a dimension need no sending."""
+        """Return the outputs of all slices of a rank that have a dimension; the others need no
+        transfer.
+        """
         return [out for of_slice in self.outputs[rank] for out in of_slice]
 
     @property
     def shares_amax(self) -> bool:
-        """Whether the ranks hold different columns of rows that share one scale."""
+        """True if the ranks hold different columns of rows that share one scale."""
         scale = self.outputs[0][0][-1]
         return (
             self.param.row.split is Split.row and len(self.outputs[0][0]) == 2 and scale.dim is None
@@ -64,10 +65,10 @@ def make_buckets(
     dtype: str,
     size_bytes: int,
 ) -> list[Bucket]:
-    """Dense parameters first, then experts: within each kind every rank of a group walks the same
-    buckets.
+    """Return the buckets: dense parameters first, then experts; within each kind all ranks of a
+    group have the same buckets in the same order.
 
-    Empty on ranks that are not of the first replica, which speaks for all.
+    Empty on ranks outside the first replica, whose weights represent all.
     """
     shape = model.shape
     layout = model.layout
@@ -99,9 +100,7 @@ def make_buckets(
 
 
 class Workspace:
-    """Memory that buckets pass through, kept from one sync to the next: fresh pages cost more than
-    the copies.
-    """
+    """Memory of buckets, kept from one sync to the next: new pages cost more than the copies."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
@@ -119,10 +118,9 @@ def gather(
     workspace: Workspace,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Send this rank's bytes to the group's first rank, or receive there those of each of the
-    others.
+    """Send this rank's bytes to the group's first rank, which receives those of all others.
 
-    Content is None where this rank has failed.
+    Content is None if this rank has failed.
     """
     if bucket.size == 1:
         return []
@@ -148,8 +146,8 @@ def gather(
 def full_tensors(
     bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the bucket whole, from the content of the group's first rank and the others'
-    bytes.
+    """Return the full tensors of the bucket, from the content of the group's first rank and the
+    others' bytes.
     """
     at = [0] * bucket.size
     for job, made in zip(bucket.jobs, content, strict=True):
@@ -170,7 +168,7 @@ def full_tensors(
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as elements; a view of wide elements must begin at a multiple of their size."""
+    """View bytes as elements; a view of wide elements must begin at a multiple of their size."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 

@@ -1,5 +1,5 @@
-"""Patches between two versions of a tensor's bytes, made and applied; a sender's last bytes, and
-its chain of versions.
+"""Patches between two versions of a tensor's bytes: creation and application; a sender's last
+bytes, and its chain of versions.
 
 A patch is the distance of every changed byte from the one before it (16 bits each), then the new
 bytes.
@@ -19,12 +19,14 @@ WORD = np.dtype("u8")
 @dataclass(frozen=True)
 class Patch:
     data: np.ndarray  # uint8
-    changes: int  # bytes that are written, some of which only bridge a long gap
+    changes: int  # bytes written, some of them unchanged, to bridge a long gap
     changed_values: int
 
 
 def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Positions at which two equally long byte arrays differ; whole words are compared first."""
+    """Return the positions at which two byte arrays of equal length differ; words are compared
+    first.
+    """
     words = len(old) // WORD.itemsize * WORD.itemsize
     differ = np.flatnonzero(old[:words].view(WORD) != new[:words].view(WORD))
     inside = (differ[:, None] * WORD.itemsize + np.arange(WORD.itemsize)).reshape(-1)
@@ -34,7 +36,9 @@ def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
-    """The patch that turns `old` into `new`; None where the whole is no longer than the patch."""
+    """Return the patch that turns `old` into `new`; None if the full content is no longer than the
+    patch.
+    """
     positions = changed_bytes(old, new)
     if itemsize == 1:
         changed_values = len(positions)
@@ -50,10 +54,10 @@ def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
 
 
 def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
-    """Turn the old bytes into the new, in place; ValueError where a patch points beyond them."""
+    """Apply a patch in place; ValueError if it writes out of bounds."""
     gaps = data[: changes * GAP.itemsize]
     values = data[changes * GAP.itemsize :]
-    # a copy, because nothing promises that patches lie on even addresses
+    # a copy, because patches may be unaligned
     positions = np.cumsum(np.frombuffer(gaps.tobytes(), GAP), dtype=np.int64)
     if changes and positions[-1] >= len(target):
         raise ValueError(f"a patch writes at {positions[-1]} of {len(target)} bytes")
@@ -61,7 +65,7 @@ def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
 
 
 def _bridged(positions: np.ndarray) -> np.ndarray:
-    """Positions, with more in between where two are too far apart for one gap."""
+    """Return the positions, with additional ones between two that are too far apart for one gap."""
     gaps = np.diff(positions, prepend=0)
     bridges = [
         np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)
@@ -76,7 +80,7 @@ def _bridged(positions: np.ndarray) -> np.ndarray:
 class Sent:
     """Bytes that one writer sent last, by tensor and start of a part: the base of patches."""
 
-    # of the last version: how many could be compared with the version before, and how many differ
+    # of the last version: bytes with a previous version to compare with, and bytes that differ
     values: int = 0
     changed: int = 0
     _parts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
@@ -85,7 +89,7 @@ class Sent:
         self.values = self.changed = 0
 
     def exchange(self, part: tuple[str, int], data: np.ndarray, itemsize: int) -> Patch | None:
-        """Remember the part; return its patch, or None where it must travel whole."""
+        """Store the part; return its patch, or None if it must be sent in full."""
         old = self._parts.get(part)
         if old is None or len(old) != len(data):
             self._parts[part] = data.copy()
@@ -105,14 +109,16 @@ class Sent:
 
 @dataclass
 class Lineage:
-    """Last whole version and the patches upon it: all that a receiver needs for the newest."""
+    """Last full version and the patches upon it: everything a receiver needs for the newest
+    version.
+    """
 
     full_every: int
     versions: list[int] = field(default_factory=list)
 
     @property
     def base(self) -> int | None:
-        """The version that the next patch builds on; None where the next one must be whole."""
+        """Return the version that the next patch builds on; None if the next one must be full."""
         if 0 < len(self.versions) < self.full_every:
             return self.versions[-1]
         return None

@@ -1,9 +1,9 @@
-"""Shards of an engine's ranks: how a writer cuts a tensor for them, what a rank loads of it, and
-keeps (`ShardBuffer`).
+"""Shards of an engine's ranks: how a writer partitions a tensor for them, which parts a rank loads,
+and their storage (`ShardBuffer`).
 
-An engine of several tensor-parallel ranks reads each byte of what is cut once instead of once per
-rank: a writer lays a tensor down part by part, each with a checksum of its own, and a rank reads
-those that hold something of its shard.
+An engine of several tensor-parallel ranks reads each byte of a partitioned tensor once instead of
+once per rank: a writer stores the tensor part by part, each with a checksum, and a rank reads the
+parts that overlap its shard.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_rl.models.tensors import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a whole tensor
-PADDED_VOCAB = 64  # vLLM's ranks share a vocabulary that is filled up to a multiple of this
-SMALL = 1 << 14  # bytes that are not worth an entry for each rank
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a full tensor
+PADDED_VOCAB = 64  # vLLM pads a vocabulary to a multiple of this before sharding it
+SMALL = 1 << 14  # bytes below which a tensor is not partitioned
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a writer lays a tensor down: these rows (columns) one after the other."""
+    """Order in which a writer stores a tensor: these rows (columns) one after the other."""
 
     dim: int
     runs: Runs
@@ -33,13 +33,13 @@ class ShardLayout:
     def of(
         cls, spec: TensorSpec, dim: int, kinds: Sequence[int], vocabulary: bool, ranks: int
     ) -> ShardLayout:
-        """Equal shares for `ranks` of each kind of row (queries, keys, ...), `kinds` of them, that
-        lies in a tensor.
+        """Return equal shares for `ranks` of each of the `kinds` of rows (queries, keys, ...) in a
+        tensor.
         """
         unit = PADDED_VOCAB if vocabulary else 1
         at = 0
         runs = []
-        # a scale of blocks stands for so many rows
+        # rows per block of a block scale
         blocks, uneven = divmod(sum(kinds), spec.shape[dim])
         if uneven:
             lengths = [spec.shape[dim]]
@@ -54,26 +54,26 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank of an engine loads of a tensor; without runs all of it."""
+    """Part of a tensor that one rank of an engine loads; without runs, all of it."""
 
     dim: int = 0
     runs: Runs | None = None
 
     def needs(self, dim: int, start: int, length: int) -> bool:
-        """Whether anything of these rows (columns) is loaded."""
+        """True if this rank loads any of these rows (columns)."""
         if self.runs is None or (self.runs and self.dim != dim):
             return True
         return any(first < start + length and start < first + own for first, own in self.runs)
 
     def take(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of what is loaded of a whole tensor."""
+        """Copy this rank's part of a full tensor."""
         if self.runs is None:
             return [tensor.clone()]
         return [tensor.narrow(self.dim, start, length).clone() for start, length in self.runs]
 
     def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-        """A tensor of the whole's shape for loaders that cut their share; what they do not load
-        holds anything.
+        """Return a tensor of the full shape, for loaders that cut their shard; other values are
+        undefined.
         """
         if self.runs is None:
             return taken[0]
@@ -90,8 +90,8 @@ NOTHING = Shard(runs=())
 
 
 class ShardBuffer(Mapping[str, "torch.Tensor"]):
-    """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every
-    look anew.
+    """Verified tensors of one rank, kept until they are loaded: only its shards are stored, and
+    expanded to the full shape at each access.
     """
 
     def __init__(self, shards: Mapping[str, Shard]) -> None:
@@ -106,7 +106,7 @@ class ShardBuffer(Mapping[str, "torch.Tensor"]):
         return held
 
     def take(self, name: str, tensor: torch.Tensor, own: bool = False) -> None:
-        """Keep what is loaded of a whole tensor. `own`: nobody else will write into it."""
+        """Store this rank's part of a full tensor. `own`: the tensor is not written to later."""
         shard = self._shards.get(name, WHOLE)
         parts = [tensor] if own and shard == WHOLE else shard.take(tensor)
         self._taken[name] = (TensorSpec.of(name, tensor), parts or [tensor.new_empty(1)])

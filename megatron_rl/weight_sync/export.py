@@ -36,10 +36,10 @@ def export_models(
     has_time: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Export the last policy, and the best one where `best` names a metric: at the end of a run, on
+    """Export the last policy, and the best one if `best` names a metric: at the end of a run, on
     every rank.
 
-    The learner has the best one's weights after that.
+    The learner has the best policy's weights after that.
     """
     run = RunDir(run_dir)
     if not has_time():
@@ -61,15 +61,16 @@ def export_models(
 
 def _way_out(run: RunDir, step: int | None) -> str:
     if step is None:
-        return "no checkpoint was kept that it could be made of"
+        return "no checkpoint is left to export"
     policy = checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY
-    return f"`python tools/convert.py export {policy} FOLDER` makes one of the checkpoint of step {step}"
+    return f"`python tools/convert.py export {policy} FOLDER` exports the checkpoint of step {step}"
 
 
 def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
-    """Write a Hugging Face folder, on every rank; it appears under its name only when it is whole.
+    """Write a Hugging Face folder, on every rank; it appears under its name only when it is
+    complete.
 
-    `origin`: where the model came from, for its config.json and tokenizer.
+    `origin`: folder of the original model, for its config.json and tokenizer.
     """
     rank = this_rank()
     with ExitStack() as first:
@@ -79,7 +80,7 @@ def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
             partial.mkdir(parents=True)
         partial = Path(exchange(str(partial))[0])
         _write_weights(learner, partial, rank)
-        exchange(None)  # all have written
+        exchange(None)  # barrier: all have written
         if rank == 0:
             _write_index(partial)
             copy_companions(origin, partial)
@@ -99,12 +100,12 @@ def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
             write_tensors(
                 held, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"}
             )
-    for _ in tensors:  # a rank that writes nothing is in the lockstep, too
+    for _ in tensors:  # a rank that writes nothing takes part in the collectives, too
         pass
 
 
 def _write_index(folder: Path) -> None:
-    """Number the files of all ranks, and write which tensor is in which."""
+    """Number the files of all ranks, and write the index of tensors to files."""
     weight_map: dict[str, str] = {}
     size = 0
     files = sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Sender of the `file` transport on learner ranks: a thread writes a version, rank 0 has it loaded
+"""Sender of the `file` transport on learner ranks: a thread writes a version; rank 0 has it loaded
 and removes old ones.
 """
 
@@ -28,7 +28,7 @@ from megatron_rl.weight_sync.manifest import Manifest, WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
 
-WRITE_AHEAD = 16  # tensors between gathering and writing
+WRITE_AHEAD = 16  # tensors queued between gathering and writing
 WRITER_POLL_S = 0.5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -36,7 +36,7 @@ Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
 class FilePush(Push):
-    """Sending half of the `file` transport; without a sampler the written version is the result."""
+    """Sender of the `file` transport; without a sampler the written version is the result."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class FilePush(Push):
         self._sampler = sampler
         self._sync = sync
         self._rank = this_rank()
-        # rank 0: versions that engines may still ask for, or that patches build on
+        # rank 0: versions that engines may still read, or that patches build on
         self._kept: list[int] = []
         self._lineage = Lineage(sync.full_every)
         if sync.full_every > 1:
@@ -94,8 +94,8 @@ class FilePush(Push):
             remove_version(self._folder(format), version)
 
     def tidy(self, version: int, taken: bool) -> None:
-        """Keep the last version that was taken and those it builds on: an engine may start again
-        and ask for them.
+        """Remove old versions, but keep the last accepted one and those it builds on: a restarted
+        engine may read them.
         """
         if self._sampler is None:
             return
@@ -107,8 +107,8 @@ class FilePush(Push):
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             self.forget(old)
-        # on a shared file system another host may have pages of the old content at hand, and a
-        # server that is just starting may still be reading it
+        # on a shared file system another machine may have cached pages of the old content, and a
+        # starting server may still be reading it
         if self._sync.dir is None and self._lineage.base is None:
             for format in self._sources:
                 write_over(self._folder(format), needed[0])
@@ -149,7 +149,9 @@ class FilePush(Push):
         return self.directory
 
     def _update_info(self, version: int) -> dict[str, Any]:
-        """Argument of `update_weights`: the version's place, by format where engines differ."""
+        """Return the argument of `update_weights`: the version's location, by format if engines
+        differ.
+        """
         infos = {
             one.value: update_info(self._folder(one), version, self._writers, background=True)
             for one in self._sources
@@ -179,7 +181,7 @@ class FilePush(Push):
             failure = str(error)
             cause = error.__cause__ or error
             passing = isinstance(cause, OSError) and cause.errno not in FULL
-        for _ in tensors:  # the other ranks of the group are still in the middle of it
+        for _ in tensors:  # the other ranks of the group are still in its collectives
             pass
         elapsed = time.perf_counter() - started if source.writes else 0.0
         sent = self._sent.get(format, Sent())
@@ -194,7 +196,7 @@ class FilePush(Push):
     def _write_alongside(
         self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Manifest:
-        """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
+        """Write in a thread, while this one quantizes and gathers the next tensors."""
         handover: queue.Queue[Item] = queue.Queue(maxsize=WRITE_AHEAD)
         last: BaseException | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
@@ -213,7 +215,8 @@ class FilePush(Push):
             try:
                 for pair in tensors:
                     _hand_over(pair, handover, writing)
-            except BaseException as error:  # the writer must not take what it has for the whole
+            # the writer must not mistake the tensors so far for a complete version
+            except BaseException as error:
                 last = error
                 raise
             finally:
@@ -222,7 +225,7 @@ class FilePush(Push):
 
 
 def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Manifest]) -> None:
-    """Wait for room in the queue while the writer works: one that is done early has failed."""
+    """Wait for room in the queue while the writer works: if it ends early, it has failed."""
     while not writing.done():
         try:
             return handover.put(item, timeout=WRITER_POLL_S)

@@ -1,11 +1,11 @@
-"""Reader of an update of the `file` transport: refuses what is not expected; then, of each tensor
-asked for, what the rank loads is read into memory, patches applied, and the checksum compared.
-Loading it is engine/receiver.py's.
+"""Reader of an update of the `file` transport: validates it, then reads this rank's shard of each
+requested tensor into memory, applies patches, and compares the checksum. Loading is in
+engine/receiver.py.
 
-What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped. A
-version of patches is made of the last whole one and the patches upon it, which lie beside it: a
-receiver that has just started can read any. Knows neither vLLM nor the model: what is expected
-comes as names, dtypes and shapes.
+The verified bytes are the loaded ones, even if the files change meanwhile: nothing is
+memory-mapped. A version of patches is built from the last full one and the patches upon it, which
+are in the same directory: a receiver that has just started can read any. Independent of vLLM and
+the model: expected tensors are given as names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_rl.weight_sync.engine_shards import WHOLE, Shard
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
 from megatron_rl.weight_sync.manifest import Manifest, Part, TensorEntry, WeightSyncError
 
-CHUNK = 1 << 18  # bytes that are read and then hashed, while a core's cache still holds them
+CHUNK = 1 << 18  # bytes that are read and then hashed, while they are in a core's cache
 
 
 @dataclass(frozen=True)
 class Staged:
-    """An update that may be loaded."""
+    """Validated update."""
 
     policy_version: int
     tensors: Tensors
@@ -41,7 +41,7 @@ class Staged:
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read at every look and refused where its bytes are not those sent."""
+    """Tensors by name, each read at every access and refused if its checksum does not match."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the newest version's files that this rank reads."""
+        """Return the bytes of the newest version's files that this rank reads."""
         return sum(
             part.stored_bytes for entry in self._entries.values() for part in self._wanted(entry)
         )
 
     def _wanted(self, entry: TensorEntry) -> list[Part]:
-        """Parts that hold something of what this rank loads."""
+        """Return the parts that overlap this rank's shard."""
         shard = self._shards.get(entry.name, WHOLE)
         return [part for part in entry.parts if shard.needs(entry.dim, part.start, part.length)]
 
@@ -82,7 +82,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         return len(self._entries)
 
     def _checked(self, newest: TensorEntry) -> torch.Tensor:
-        """The tensor, of which only the parts that this rank loads are read."""
+        """Return the tensor; only the parts that this rank loads are read."""
         wanted = self._wanted(newest)
         dtype = torch_dtype(newest.dtype)
         if not wanted:
@@ -107,7 +107,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         return whole
 
     def _read(self, name: str, wanted: Part, data: np.ndarray) -> None:
-        """Fill `data` with a part of the newest version, made of its patches where it has any."""
+        """Fill `data` with a part of the newest version, by applying its patches if it has any."""
         patches: list[tuple[_Version, Place]] = []
         for version in self._newest_first:
             place = version.places[name, wanted.start]
@@ -138,7 +138,7 @@ class Place:
 
 
 class _Version:
-    """Open files of one version, and the parts that lie in them."""
+    """Open files of one version, and the parts stored in them."""
 
     def __init__(self, directory: Path, policy_version: int, manifests: list[Manifest]) -> None:
         self.places: dict[tuple[str, int], Place] = {}
@@ -155,7 +155,7 @@ class _Version:
                     offset += part.stored_bytes
 
     def read(self, name: str, place: Place, data: np.ndarray) -> str:
-        """Copy what the file holds of a part into `data`; the checksum of that copy."""
+        """Copy the file's content of a part into `data`; return the checksum of that copy."""
         file = self._files[place.file]
         hashed = manifest.hashing(name, place.part.start)
         at = 0
@@ -177,10 +177,10 @@ def stage(
     current_version: int,
     shards: Mapping[str, Shard] | None = None,
 ) -> Staged:
-    """Open an update and raise a WeightSyncError that names what is wrong; its bytes are checked as
-    they are read.
+    """Open an update; WeightSyncError names the first problem. Checksums are compared as tensors
+    are read.
 
-    `shards`: what this rank loads; of the rest nothing is read.
+    `shards`: this rank's part of each tensor; other bytes are not read.
     """
     start = time.perf_counter()
     manifests = _read_manifests(directory, policy_version, writers)
@@ -204,7 +204,7 @@ def _read_manifests(directory: Path, policy_version: int, writers: int) -> list[
 def _built_upon(
     directory: Path, policy_version: int, manifests: list[Manifest]
 ) -> Iterator[_Version]:
-    """The versions that a version's patches build on, back to the one that is whole."""
+    """Return the versions that a version's patches build on, back to the full one."""
     while (base := manifests[0].base) is not None:
         try:
             manifests = _read_manifests(directory, base, len(manifests))

@@ -3,12 +3,12 @@ and removed.
 
 Each writer (one per pipeline stage and expert rank) writes its own buckets and then, last and
 atomically, its manifest: a version is complete when all its manifests exist. With `sync.full_every`
-above 1 it may hold patches of the version before (`delta.py`), which then has to stay beside it.
-The receiving half is file_reader.py.
+above 1 it may hold patches of the previous version (`delta.py`), which then has to be kept. The
+receiver is file_reader.py.
 
-The directory is a private folder of one run. A lock, not a process number, says whether that run is
-still alive: it holds across containers that share memory, and the kernel drops it however the run
-ends (folder_lock.py).
+The directory is a private folder of one run. A lock, not a process id, shows whether that run is
+still alive: it works across containers that share memory, and the kernel releases it however the
+run ends (folder_lock.py).
 """
 
 import os
@@ -31,12 +31,12 @@ from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.engine_shards import ShardLayout
 from megatron_rl.weight_sync.manifest import Manifest, Part, TensorEntry, WeightSyncError
 
-ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
+ALIGNMENT = 64  # bytes: tensors begin at cache lines, where copying is fast
 BACKGROUND = "background"
 PREFIX = "megatron-rl-sync-"
-GRACE_S = 60.0  # a folder this young may not hold its lock yet
+GRACE_S = 60.0  # a folder younger than this may not hold its lock yet
 MIB = 1 << 20
-SPARE = "spare"  # leads to the version whose files the next one is written over
+SPARE = "spare"  # link to the version whose files the next one overwrites
 
 
 def version_directory(directory: Path, policy_version: int) -> Path:
@@ -50,10 +50,10 @@ def manifest_path(directory: Path, policy_version: int, writer: int) -> Path:
 def update_info(
     directory: Path, policy_version: int, writers: int, background: bool = False
 ) -> dict[str, Any]:
-    """The argument of `update_weights`: where the version lies and how many manifests it has.
+    """Return the argument of `update_weights`: the version's directory and number of manifests.
 
-    `background`: `update_weights` returns at once, and the engine goes on generating while it
-    checks and builds.
+    `background`: `update_weights` returns at once, and the engine keeps generating while it
+    verifies and builds.
     """
     info = {"directory": str(directory), "policy_version": policy_version, "writers": writers}
     if background:
@@ -73,11 +73,11 @@ def write_version(
     base: int | None = None,
     cuts: Mapping[str, ShardLayout] | None = None,
 ) -> Manifest:
-    """Write this writer's tensors of one version, consuming `tensors` lazily, and return what it
-    has written; on failure nothing stays behind.
+    """Write this writer's tensors of one version, consuming `tensors` lazily, and return its
+    manifest; a failed version is removed.
 
-    `sent` remembers what was written; with `base`, the version it remembers, tensors are written as
-    patches. `cuts`: of tensors that are written part by part.
+    `sent` stores the written bytes; with `base`, their version, tensors are written as patches.
+    `cuts`: layouts of tensors that are written part by part.
     """
     folder = version_directory(directory, policy_version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,19 +104,23 @@ def write_version(
 
 
 def remove_version(directory: Path, policy_version: int) -> None:
-    """Delete a version that no engine will ask for again."""
+    """Delete a version that no engine will read again."""
     shutil.rmtree(version_directory(directory, policy_version), ignore_errors=True)
 
 
 def write_over(directory: Path, policy_version: int) -> None:
-    """Let the next version take this one's files: much cheaper in shared memory than new ones."""
+    """Let the next version overwrite this one's files: much cheaper in shared memory than new
+    ones.
+    """
     spare = directory / SPARE
     spare.unlink(missing_ok=True)
     spare.symlink_to(version_directory(directory, policy_version).name)
 
 
 def spare_bytes(directory: Path) -> int:
-    """Bytes that later versions will write over, here and in the folder of each format."""
+    """Return the bytes that later versions will overwrite, here and in the folder of each
+    format.
+    """
     return sum(
         path.stat().st_size
         for pattern in ("", "*/")
@@ -125,7 +129,7 @@ def spare_bytes(directory: Path) -> int:
 
 
 class _Buckets:
-    """Appends tensors to files of about `bucket_bytes`, keeping the entry of each."""
+    """Writer of files of about `bucket_bytes`, with the manifest entry of each tensor."""
 
     def __init__(
         self, folder: Path, writer: int, bucket_bytes: int, sent: Sent | None, patching: bool
@@ -178,7 +182,7 @@ class _Buckets:
         return Part(start, length, data.nbytes, checksum, changes)
 
     def _begin(self) -> int:
-        """Return the next tensor's offset in its bucket, a new one where the last is full."""
+        """Return the next tensor's offset in its bucket, a new one if the last is full."""
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
         self._write(memoryview(b"\0" * (-self.files[self._name] % ALIGNMENT)))
@@ -187,13 +191,13 @@ class _Buckets:
     def _write(self, data: memoryview) -> None:
         assert self._file is not None
         self.files[self._name] += data.nbytes
-        while data:  # a file system that is nearly full takes a part first
+        while data:  # partial writes happen on a file system that is nearly full
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
         if self._file is not None:
             if os.fstat(self._file.fileno()).st_size > self.files[self._name]:
-                self._file.truncate()  # it is used again, and was longer
+                self._file.truncate()  # the reused file was longer
             self._file.close()
             self._file = None
 
@@ -217,10 +221,10 @@ class _Buckets:
 
 
 class SyncDir:
-    """The private folder that versions pass through."""
+    """Private folder of a run's versions."""
 
     def __init__(self, parent: str | None) -> None:
-        """`parent`: sync.dir; None takes shared memory."""
+        """`parent`: sync.dir; None: shared memory."""
         if os.access(SHARED_MEMORY, os.W_OK):
             shared = str(SHARED_MEMORY)
         else:
@@ -238,7 +242,7 @@ class SyncDir:
         remove_with_it([self.path])
 
     def require_free(self, nbytes: int) -> None:
-        """Raise where so many bytes do not fit; files that are written over count as free."""
+        """Raise if so many bytes do not fit; files to be overwritten count as free."""
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
@@ -254,9 +258,7 @@ class SyncDir:
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Remove the folders that this user's ended runs have left, and return them; other users' and
-    other kinds stay.
-    """
+    """Remove and return the folders of this user's ended runs."""
     old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
     stale = [folder for folder in old if is_abandoned(folder, unsigned=True)]
     for folder in stale:
@@ -268,4 +270,4 @@ def _age(folder: Path) -> float:
     try:
         return time.time() - folder.lstat().st_mtime
     except OSError:
-        return 0.0  # gone
+        return 0.0  # already removed

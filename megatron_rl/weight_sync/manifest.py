@@ -1,9 +1,9 @@
-"""Manifest of an update: names, shapes, dtypes, places, checksums, policy version of its tensors;
-checks; sync errors.
+"""Manifest of an update: names, shapes, dtypes, locations, checksums and policy version of its
+tensors; validation; sync errors.
 
 Each writer (one per pipeline stage and expert rank) leaves one as JSON beside its bucket files. The
-receiver joins them and compares the whole with what its engine expects before a single byte reaches
-the live model.
+receiver joins them and compares the complete version with the tensors that its engine expects
+before a single byte reaches the live model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,21 +17,21 @@ from megatron_rl.models.tensors import TensorSpec
 
 PROBLEMS_SHOWN = 8
 NO_VERSION = -1  # policy version of an engine that holds its dummy weights: any version is newer
-BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
+BYTES_PER_CHANGE = 3  # of a patch: 16 bits of distance, 8 of content
 
 
 class WeightSyncError(RuntimeError):
-    """An update that did not arrive. The engine still serves the version before it."""
+    """Failed update. The engine still serves the previous version."""
 
     process = "the sampler's engine"
     hint = (
-        "Check the room and the rights of sync.dir, and that all servers of a fleet run this "
-        "version; sync.full_every=1 sends whole versions."
+        "Check the free space and the permissions of sync.dir, and that all servers of a fleet "
+        "run this version; sync.full_every=1 sends complete versions."
     )
 
 
 class UpdateRefused(WeightSyncError):
-    """By the sampler, as every rank of the learner knows."""
+    """The sampler refused the update; raised on every rank of the learner."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Part:
     start: int
     length: int
     nbytes: int
-    # of the content, not of its patch; covers the tensor's name, and where the part begins
+    # of the content, not of its patch; includes the tensor's name and the start of the part
     checksum: str
-    # the file holds a patch with so many changes; None: it holds the content
+    # number of changes if the file holds a patch; None: it holds the content
     changes: int | None = None
 
     @property
@@ -55,14 +55,14 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and where it lies, part by part. Its fields are those of the JSON."""
+    """Location of a tensor, part by part. Its fields are those of the JSON."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str  # relative to the manifest
     offset: int  # of the first part; the next ones follow
-    dim: int  # that its parts divide
+    dim: int  # dimension along which it is partitioned
     parts: tuple[Part, ...]
 
     @property
@@ -77,7 +77,7 @@ class Manifest:
     files: dict[str, int]  # file name -> bytes
     tensors: tuple[TensorEntry, ...]
     base: int | None = None  # the policy version that patches build on
-    checksum: str = ""  # of all the rest
+    checksum: str = ""  # of all other fields
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def hashing(name: str, start: int = 0) -> xxhash.xxh3_64:
-    """Hash of a part's bytes, which differs under another name and in another place."""
+    """Return the hash state of a part's bytes, seeded with its name and position."""
     return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(f"{name}:{start}".encode()))
 
 
@@ -96,7 +96,7 @@ def checksum(data: bytes | memoryview, name: str, start: int = 0) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return its JSON, sealed with a checksum of its own."""
+    """Return the JSON, with a checksum of its own."""
     return msgspec.json.encode(replace(manifest, checksum=_own_checksum(manifest)))
 
 
@@ -105,7 +105,7 @@ def _own_checksum(manifest: Manifest) -> str:
 
 
 def read(path: Path) -> Manifest:
-    """Return a manifest that is as its writer made it."""
+    """Read a manifest and verify its checksum."""
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def read(path: Path) -> Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> dict[str, TensorEntry]:
-    """Every tensor of a version by name; refuses disagreement and duplicates."""
+    """Return every tensor of a version by name; refuse disagreement and duplicates."""
     versions = {manifest.policy_version for manifest in manifests}
     formats = {manifest.format for manifest in manifests}
     bases = {manifest.base for manifest in manifests}
@@ -139,7 +139,7 @@ def join(manifests: Sequence[Manifest]) -> dict[str, TensorEntry]:
 
 
 def verify_version(policy_version: int, current: int, announced: int) -> None:
-    """Refuse another version than was announced, or one that is no newer than the engine's."""
+    """Refuse a version other than the announced one, or not newer than the engine's."""
     if policy_version != announced:
         raise WeightSyncError(
             f"the manifest carries policy version {policy_version}, version {announced} was "
@@ -154,7 +154,9 @@ def verify_version(policy_version: int, current: int, announced: int) -> None:
 def verify_tensors(
     tensors: Iterable[TensorEntry | TensorSpec], expected: Mapping[str, TensorSpec]
 ) -> None:
-    """Missing, unexpected, misshapen and mistyped tensors, all of them at once, each by name."""
+    """Raise for missing, unexpected, misshapen and mistyped tensors, all of them at once, by
+    name.
+    """
     problems: list[str] = []
     seen: set[str] = set()
     for sent in tensors:

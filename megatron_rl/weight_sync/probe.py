@@ -1,5 +1,5 @@
-"""Probe after a weight sync: compares sampler and learner by logprobs of fresh answers, each weight
-format under its own budget, and raises with likely causes where they differ by more.
+"""Probe after a weight sync: compares sampler and learner by logprobs of new responses, each weight
+format under its own budget; raises with likely causes if they differ by more.
 
 On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times
 worse.
@@ -23,11 +23,11 @@ WHERE = "On a CPU `megatron-rl mismatch RUN` shows where they first differ."
 WAYS_OUT = (
     "`megatron-rl mismatch` on the model says at which point of a forward pass the difference "
     "enters. Then try quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler "
-    "(hosts, int8 and fp8), quantization.ignore for the worst layers, model.head_precision=fp32 "
+    "(CPUs, int8 and fp8), quantization.ignore for the worst layers, model.head_precision=fp32 "
     "(logits of both in FP32); a number of nats in sync.probe_budget where the difference is "
     "known and meant."
 )
-# times what the format does to the learner; measured where all is right: 0.91 to 1.09
+# relative to the format's effect on the learner; 0.91 to 1.09 in correct setups
 EXPLAINED = 1.3
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
 
@@ -46,7 +46,7 @@ class SyncMismatch(RuntimeError):
 class ProbeResult:
     mean_abs: float  # over tokens where both logprobs are finite
     max_abs: float
-    mean: float  # learner minus sampler: its sign says who is more certain
+    mean: float  # learner minus sampler; positive: the learner is more certain
     tokens: int
     missing: int  # tokens without a finite sampler logprob
     learner_missing: int
@@ -61,7 +61,7 @@ class ProbeResult:
 
     @property
     def compared(self) -> bool:
-        """Whether all but a few tokens have a logprob on both sides."""
+        """True if almost all tokens have a logprob on both sides."""
         return (
             self.tokens > 0
             and self.missing <= MAX_MISSING * self.tokens
@@ -78,17 +78,17 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """The terms of the comparison after one sync."""
+    """Inputs of the comparison after one sync."""
 
-    version: int  # the policy just synced
+    version: int  # the policy version just synced
     vocab: int
-    budget: float | None = None  # nats; None: by the noise
-    noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
+    budget: float | None = None  # nats; None: derived from the noise
+    noise: float = math.nan  # nats: effect of one more rounding on the learner's logprobs
     learner: Numerics = Numerics.bf16
-    # nats; None: not known. What the format does to the learner, and what is left of the difference
-    # when it has
+    # nats; None: unknown. The format's effect on the learner, and the difference that is left when
+    # the learner rounds the same way
     expected: float | None = None
-    # where that should be nothing: all other roundings are the engine's as well
+    # True if no difference should be left: the learner has all other roundings of the engine, too
     unexplained: float | None = None
 
     def budget_of(self, format: Format) -> Budget:
@@ -98,7 +98,7 @@ class Probe:
 
     @property
     def pair(self) -> Budget:
-        """What a BF16 sampler might differ by: of the format's own difference nothing is left."""
+        """Budget of a BF16 sampler, if the format's own effect is fully explained."""
         return noise_budget(self.noise, Format.none, self.learner)
 
     def accepts(self, result: ProbeResult, budget: Budget) -> bool:
@@ -111,9 +111,9 @@ class Probe:
         return result.within(budget.end)
 
     def metrics(self) -> dict[str, float]:
-        told = {"expected": self.expected, "unexplained": self.unexplained}
-        told |= {"noise": self.noise if self.budget is None else None}
-        return {f"sync/probe_{name}": value for name, value in told.items() if value is not None}
+        metrics = {"expected": self.expected, "unexplained": self.unexplained}
+        metrics |= {"noise": self.noise if self.budget is None else None}
+        return {f"sync/probe_{name}": value for name, value in metrics.items() if value is not None}
 
 
 def compare(
@@ -138,8 +138,8 @@ def compare(
 
 
 def noise(logprobs_N: torch.Tensor, rounded_again_N: torch.Tensor, mask_N: torch.Tensor) -> float:
-    """Mean |difference| of the learner's own logprobs, without and with one rounding more on its
-    weights.
+    """Return the mean |difference| of the learner's own logprobs with and without one more rounding
+    of its weights.
     """
     return compare(rounded_again_N, logprobs_N, mask_N, math.inf).mean_abs
 
@@ -151,12 +151,13 @@ def check(
     format: Format,
     probe: Probe,
 ) -> ProbeResult:
-    """Raises SyncMismatch with a diagnosis when the difference exceeds what the format can do.
+    """Compare logprobs; raise SyncMismatch with a diagnosis if they differ by more than the format
+    explains.
 
-    That is asked of a learner that rounds as the format does: `unexplained` says how far it is from
-    the sampler, or `expected` how far from itself, which is what the sampler's share may be. Where
-    it cannot be asked, the format has its budget, and integers as much more as outliers of
-    activations have made of it. Both logprobs must be of the version just synced.
+    The format's effect is computed by a learner that rounds the same way: `unexplained` is its
+    difference from the sampler, `expected` its difference from the plain learner, which bounds the
+    sampler's. Otherwise the format has its budget; integer formats may exceed it by as much as
+    outliers of activations explain. Both logprobs must be of the version just synced.
     """
     budget = probe.budget_of(format)
     result = compare(sampler_logprobs_N, learner_logprobs_N, mask_N, budget.nats)
@@ -168,27 +169,28 @@ def check(
         f"disagree: mean |difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, "
         f"budget {result.budget:.3g} ({budget.origin}); largest {result.max_abs:.3g}, mean signed "
         f"{result.mean:+.3g}, {result.missing} sampler and {result.learner_missing} learner "
-        f"logprobs missing or NaN. {_told(probe)}{cause}"
+        f"logprobs missing or NaN. {_rounding_note(probe)}{cause}"
     )
 
 
-def _told(probe: Probe) -> str:
+def _rounding_note(probe: Probe) -> str:
     if probe.budget is not None or probe.expected is None:
         return ""
-    told = f"Rounding as this format does, the learner differs by {probe.expected:.3g} from itself"
+    text = f"Rounding as this format does, the learner differs by {probe.expected:.3g} from itself"
     if probe.unexplained is not None:
-        told += f", by {probe.unexplained:.3g} from the sampler (at most {probe.pair.nats:.3g}: a rounding)"
-    return told + ". "
+        text += f", by {probe.unexplained:.3g} from the sampler "
+        text += f"(at most {probe.pair.nats:.3g}: a rounding)"
+    return text + ". "
 
 
 def check_formats(
     batch: Batch, learner_logprobs_N: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
-    """`check` of every weight format of the sampler under its own budget, where it has rows: on
-    those sampled with the version just synced, as older ones differ rightly.
+    """Run `check` for every weight format of the sampler that has rows, under its own budget, on
+    rows sampled with the version just synced: older ones differ legitimately.
     """
     results: dict[Format, ProbeResult] = {}
-    for format in map(Format, formats):  # names, where they came from another rank
+    for format in map(Format, formats):  # names, if they came from another rank
         rows_B = torch.ones(len(batch), dtype=torch.bool)
         if len(formats) > 1 and batch.formats_B is not None:
             rows_B = batch.formats_B == format_number(format)
@@ -205,16 +207,18 @@ def check_formats(
             f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none"
         )
     worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)
-    told = worst.metrics() | probe.metrics()
+    metrics = worst.metrics() | probe.metrics()
     if len(formats) == 1:
-        return told
-    return told | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
+        return metrics
+    return metrics | {
+        f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()
+    }
 
 
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
-    """Likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
+    """Return the likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
-        return "No tokens to compare: the sampler returned empty answers."
+        return "No tokens to compare: the sampler returned empty responses."
     if result.learner_missing:
         return (
             "The learner's own logprobs are not finite: the policy has diverged, or its forward "
@@ -228,7 +232,7 @@ def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
     finite = sampler[sampler.isfinite()].double()
     if len(finite) > 1 and float(finite.std()) < CONSTANT_STD:
         return (
-            "Its logprobs are constant whatever the token: the kernel state of a quantized layer "
+            "Its logprobs are constant for all tokens: the kernel state of a quantized layer "
             "was not rebuilt."
         )
     if len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:

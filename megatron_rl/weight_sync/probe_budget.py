@@ -1,10 +1,10 @@
-"""Table of the probe's limits for each weight format: how far sampler and learner may differ after
-a sync, in nats, as multiples of one rounding's effect; the probe's size, in prompts and tokens.
+"""Limits of the probe for each weight format: maximum difference of sampler and learner after a
+sync, in nats, as multiples of one rounding's effect; the probe's size, in prompts and tokens.
 
-The noise of one rounding more grows with a model as what a format adds does; the learner tells it
-of its own weights (learner/weights.py), so that a wrong sampler does not raise it. Odd tokens are
-noisier: hence an end to every budget. Of integers, which outliers of the activations enlarge, both
-may be right up to that end (docs/weight_sync.md).
+The effect of one more rounding scales with the model like that of a format; the learner measures it
+on its own weights (learner/weights.py), so that a wrong sampler does not raise it. Rare tokens are
+noisier: hence an upper bound on every budget. Integer formats may reach that bound because of
+outliers of the activations (docs/weight_sync.md).
 """
 
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from enum import StrEnum
 
 from megatron_rl.config.schema import Format
 
-# one answer each: where a format errs at a prompt, it errs in all of its answers
+# one response each: a format that errs at a prompt errs in all of its responses
 PROBE_PROMPTS = 64
-PROBE_TOKENS = 128  # of a response, at most
+PROBE_TOKENS = 128  # per response, at most
 
 
 @dataclass(frozen=True)
 class Limit:
-    times: float  # the noise
-    most: float  # nats, whatever the noise
+    times: float  # multiple of the noise
+    most: float  # upper bound in nats, at any noise
 
 
-# above the worst that was measured where all is right, and FP8's still below the least that one
-# wrong matrix made: 15 (docs/weight_sync.md). Not measured: blocks, whose scales are finer than
-# those of rows, and learners in FP8
+# above the largest measurement in correct setups, and for FP8 below the smallest effect of one
+# wrong matrix: 15 (docs/weight_sync.md). Not measured: blocks, whose scales are finer than those of
+# rows, and learners in FP8
 LIMITS: Mapping[Format, Limit] = {
     Format.none: Limit(6, 0.1),
     Format.int8: Limit(10, 0.3),
@@ -34,22 +34,23 @@ LIMITS: Mapping[Format, Limit] = {
     Format.fp8: Limit(14, 0.4),
     Format.fp8_block: Limit(14, 0.4),
 }
-# of integers, times the budget and in nats: above the worst that outliers made where all is right,
-# 2.9 and 0.37, and below the least that one wrong matrix made in a trained model, 8.8 and 1.3
+# for integers, as a multiple of the budget and in nats: above the largest effect of outliers in
+# correct setups, 2.9 and 0.37, and below the smallest effect of one wrong matrix in a trained
+# model, 8.8 and 1.3
 WRONG = 5
 WRONG_NATS = 0.6
 INTEGERS = frozenset({Format.int8, Format.int4})
-FP8_LEARNER = Limit(14, 0.4)  # more, where the learner rounds to eight bits as well
-# times as many: it rounds nothing else, so that its noise is about half of a BF16 learner's
+FP8_LEARNER = Limit(14, 0.4)  # added if the learner rounds to eight bits as well
+# factor for an FP32 learner, whose noise is about half of a BF16 learner's
 FP32_LEARNER = 2
-LEAST = 0.02  # nats: of a policy that is all but certain, single tokens make the mean
+LEAST = 0.02  # nats: for a low-entropy policy single tokens dominate the mean
 
 
 @dataclass(frozen=True)
 class Budget:
     nats: float
     origin: str
-    end: float  # nats: beyond it something is wrong, whatever the model
+    end: float  # nats: a larger difference is an error in any model
 
 
 class Numerics(StrEnum):
@@ -58,7 +59,7 @@ class Numerics(StrEnum):
     bf16 = "a BF16 learner"
     fp32 = "an FP32 learner"
     fp8 = "an FP8 learner"
-    # then its format tells them apart no more than BF16
+    # its logprobs then differ no more than with BF16
     sampler = "a learner that computes as the sampler does"
 
 
@@ -71,19 +72,19 @@ def noise_budget(noise: float, format: Format, learner: Numerics) -> Budget:
     pair = (
         f"{'BF16' if format == Format.none else format.upper()} weights in the sampler, {learner}"
     )
-    told = (
+    origin = (
         f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of {noise:.3g}; {pair}"
     )
     nats = limit.times * noise
     if nats > limit.most:
         nats = limit.most
-        told = f"{told}, at most {limit.most:g}"
+        origin = f"{origin}, at most {limit.most:g}"
     elif nats < LEAST:
         nats = LEAST
-        told = f"{told}, at least {LEAST:g}"
+        origin = f"{origin}, at least {LEAST:g}"
     outliers = format in INTEGERS and learner is not Numerics.sampler
     return Budget(
         nats,
-        told,
+        origin,
         min(WRONG * nats, max(limit.most, WRONG_NATS)) if outliers else nats,
     )

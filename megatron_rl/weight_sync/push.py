@@ -1,8 +1,8 @@
 """Weight sync, called on every rank: sends the learner's shards by a transport until the sampler
 serves the version.
 
-Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank,
-or in the sampler, is raised on all of them, and the sampler keeps serving the version before.
+Every rank of the learner calls `push`; rank 0 also drives the sampler. An error on any rank, or in
+the sampler, is raised on all of them, and the sampler keeps serving the previous version.
 """
 
 import time
@@ -32,8 +32,8 @@ from megatron_rl.weight_sync.transports import (
 
 
 class WeightSync:
-    """Sends policies to a sampler; made on every rank. `sampler` is rank 0's; None where only the
-    writing is wanted.
+    """Sender of policies to a sampler; created on every rank. `sampler`: on rank 0 only; None to
+    write the version only.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class WeightSync:
         )
         self._rank = this_rank()
         self.transport = _transport(sources, sampler, config)
-        # the last version failed in a way that sending it again can mend
+        # the last version failed in a way that a retry may fix
         self._again = False
         self._plan_seconds = time.perf_counter() - started
 
     def push(self, version: int) -> SyncReport:
-        """Send the learner's present weights as policy `version`; returns once the sampler serves
+        """Send the learner's current weights as policy `version`; return once the sampler serves
         them.
 
-        What the sampler refused, or a file system did not take for another reason than its size, is
-        sent again, once and whole: a bit that flipped on the way will not flip twice.
+        After a refusal by the sampler, or a file system error other than lack of space, the full
+        version is sent once more: a bit flip in transfer is not repeated.
         """
         try:
             return self._push(version)
-        except Exception as error:  # nothing may build on a version that did not arrive
+        except Exception as error:  # patches must not build on a version that did not arrive
             self.transport.start_over()
             if not self._again:
                 raise
@@ -106,7 +106,7 @@ class WeightSync:
             parts = msgspec.convert(exchange(asdict(mine)), list[Contribution])
         except WeightSyncError:
             raise
-        except RuntimeError as error:  # a collective fails with the words of its backend
+        except RuntimeError as error:  # a collective's error has its backend's message
             raise WeightSyncError(
                 f"policy version {version} was not sent: another rank of the learner ended or lost "
                 f"its connection in the middle of it ({error}). The sampler serves the version "
@@ -131,7 +131,7 @@ class WeightSync:
         return SyncReport(version, whole.nbytes, whole.tensors, seconds, whole.error, changed)
 
     def state(self) -> dict[str, Tensor]:
-        """Scales that the next sync builds on, the same on every rank: for a checkpoint."""
+        """Return the scales that the next sync builds on, equal on every rank, for a checkpoint."""
         return {name: value for scales in self._scales for name, value in scales.state().items()}
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
@@ -142,8 +142,8 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Have the sampler load the version; every rank raises its refusal. The seconds that rank 0
-        waited.
+        """Have the sampler load the version; every rank raises its refusal. Return the seconds that
+        rank 0 waited.
         """
         started = time.perf_counter()
         waited = 0.0
@@ -151,10 +151,10 @@ class WeightSync:
         if self._rank == 0:
             try:
                 self.transport.load(version)
-            except Exception as error:  # every kind: the other ranks wait for the outcome
+            except Exception as error:  # any exception: the other ranks wait for the outcome
                 outcome = error
             waited = time.perf_counter() - started
-            # before another rank writes anything again
+            # before another rank writes anything
             self.transport.tidy(version, taken=outcome is None)
         refused = isinstance(outcome, WeightSyncError)
         waited, message, self._again = exchange(
@@ -180,10 +180,10 @@ def _transport(
 ) -> Push:
     if config.sync.transport == Transport.file:
         return FilePush(sources, sampler, config.sync, config.sampler.tensor_parallel)
-    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its
+    # vLLM's trainer side is the only part of vLLM that learner ranks import, and only for its
     # transports
     from megatron_rl.weight_sync.vllm_push import VllmPush
 
-    # mixed formats travel as files: the config has made sure
+    # mixed formats use files, as validated in the config
     (source,) = sources.values()
     return VllmPush(source, sampler, config.sync, config.sampler)

@@ -1,14 +1,14 @@
-"""A learner rank's half of a sync, or of an export: merge adapters into its shards, smooth,
-quantize, gather over its tensor-parallel group, yield full tensors; and scales of an FP8 cache.
+"""A learner rank's part of a sync or export: merges LoRA adapters into its shards, smooths,
+quantizes, gathers over its tensor-parallel group, yields full tensors; scales of an FP8 cache.
 
 Every rank of the learner iterates in lockstep; only writer ranks (the first of each tensor-parallel
 group of the first replica) get tensors out of it. Quantization happens before the gather, so
-quantized bytes travel; row-parallel weights first take the maximum of their row amax over the
-group, which makes the result bit-equal to quantizing the whole tensor. A bucket costs two
-collectives at most, however many tensors it holds.
+quantized bytes are sent; row-parallel weights first take the maximum of their row amax over the
+group, which makes the result bit-equal to quantizing the full tensor. A bucket costs at most two
+collectives, for any number of tensors.
 
-An error on one rank does not break the lockstep: the rank keeps taking part with empty content and
-keeps the reason in `failure`, which the caller exchanges over all ranks.
+An error on one rank does not break the lockstep: the rank continues with empty content and keeps
+the reason in `failure`, which the caller exchanges over all ranks.
 """
 
 import time
@@ -41,7 +41,7 @@ from megatron_rl.weight_sync.engine_shards import ShardLayout
 
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
-PLAIN = torch.bfloat16  # what the sampler holds unquantized tensors in
+PLAIN = torch.bfloat16  # dtype of the sampler's unquantized tensors
 
 
 @dataclass
@@ -50,10 +50,10 @@ class SyncSeconds:
     waits for `load`.
     """
 
-    plan: float = 0.0  # this rank's
+    plan: float = 0.0  # of this rank
     quantize: float = 0.0
     gather: float = 0.0
-    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
+    transfer: float = 0.0  # writing, as far as it is not overlapped with the two before
     load: float = 0.0  # verifying, building and swapping in the sampler
     total: float = 0.0
 
@@ -82,16 +82,17 @@ class ShardSource:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank gets tensors out of `tensors`."""
+        """True if this rank gets tensors out of `tensors`."""
         return any(bucket.rank == 0 for bucket in self._buckets)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors this rank yields."""
+        """Return the bytes of the tensors this rank yields."""
         return sum(tensor.nbytes for tensors in self.bucket_tensors for tensor in tensors or ())
 
     def tensors(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of everything this rank writes; nothing on other ranks.
+        """Yield (Hugging Face name, full tensor) of everything this rank writes; nothing on other
+        ranks.
 
         `parameters`: this rank's shards by global megatron name. Iterate to the end on every rank.
         """
@@ -101,9 +102,9 @@ class ShardSource:
     def buckets(
         self, parameters: Mapping[str, torch.Tensor]
     ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The same, one bucket after the other. Take each to its end before asking for the next.
+        """Yield the same tensors bucket by bucket. Exhaust each before requesting the next.
 
-        What all ranks of the learner do together is done at the call, not at the first bucket: some
+        Collectives of all ranks of the learner run at the call, not at the first bucket: some ranks
         have none.
         """
         shards = self._begin(parameters)
@@ -113,9 +114,11 @@ class ShardSource:
         return iter(passes)
 
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
+        """Return the scales' values; zeros if this rank has failed: the version is dropped, but the
+        lockstep continues.
+        """
         if self._cache_scales is not None and self.failure is None:
-            # those of a checkpoint come from the host
+            # those of a checkpoint are on the CPU
             yield from ((name, scale.to(device)) for name, scale in self._cache_scales.values())
         else:
             yield from (
@@ -139,8 +142,8 @@ class ShardSource:
 
     @property
     def bucket_keys(self) -> list[tuple[int, ...]]:
-        """Of each bucket: (stage, experts or not, expert rank, number), the same on all ranks that
-        share it.
+        """Return the key of each bucket: (stage, experts or not, expert rank, number), equal on all
+        ranks that share it.
         """
         keys: list[tuple[int, ...]] = []
         for bucket in self._buckets:
@@ -153,7 +156,9 @@ class ShardSource:
 
     @property
     def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
-        """Of each bucket: what this rank yields, None where another rank of the group does."""
+        """Return the tensors of each bucket that this rank yields, None if another rank of the
+        group does.
+        """
         weights = [
             tuple(out.tensor for job in bucket.jobs for out in job.flat(0))
             if bucket.rank == 0
@@ -165,8 +170,8 @@ class ShardSource:
         return weights
 
     def cuts(self, ranks: int) -> dict[str, ShardLayout]:
-        """How what this rank yields is cut for an engine of so many ranks; the rest travels
-        whole.
+        """Return the layouts of this rank's tensors that are partitioned for an engine of so many
+        ranks; others are sent in full.
         """
         return {
             out.tensor.name: ShardLayout.of(
@@ -182,7 +187,7 @@ class ShardSource:
 
     @property
     def _writes_scales(self) -> bool:
-        # the first rank's: they are of no rank's own
+        # written by the first rank, as they belong to no rank
         return self._cache_scales is not None and self._place == Place()
 
     @property
@@ -207,7 +212,7 @@ class ShardSource:
         missing = [name for name in wanted_names if name not in shards]
         if missing:
             self._fail(
-                f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)"
+                f"the learner did not provide {missing[0]} ({len(missing)} parameters missing)"
             )
         return shards
 
@@ -222,7 +227,7 @@ class ShardSource:
             self._convert(job, part, bucket.rank, amax)
             for job, part in zip(bucket.jobs, parts, strict=True)
         ]
-        del parts, amax  # copies, where something is folded or merged into the weights
+        del parts, amax  # copies, if anything is folded or merged into the weights
         converted = time.perf_counter()
         received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started
@@ -240,7 +245,7 @@ class ShardSource:
         return [part for _, part in cut(job.param, local, job.slices)]
 
     def _merged(self, param: Param, shards: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """This rank's shard as the sampler shall have it: with its adapter, where it has one."""
+        """Return this rank's shard for the sampler, merged with its LoRA adapter if it has one."""
         model = self._model
         local = shards.get(param.megatron)
         pair = [shards.get(one.megatron) for one in adapters(param, model.shape)]
@@ -255,8 +260,8 @@ class ShardSource:
 
     @torch.no_grad()
     def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[layer, norm, channel]: the largest weight of each column over the quantized readers of a
-        norm held here.
+        """Return [layer, norm, channel]: the largest weight of each column over the quantized
+        readers of a norm on this rank.
         """
         shape = self._model.shape
         amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=_device(shards))
@@ -283,7 +288,7 @@ class ShardSource:
     def _shared_amax(
         self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Row amax over the whole group, by parameter, where shards of the same rows lie on several
+        """Return the row amax over the group, by parameter, for rows that are split across
         ranks.
         """
         shared = [
@@ -297,7 +302,7 @@ class ShardSource:
         ]
         flat = torch.cat(amaxes)
         if not bool(torch.isfinite(flat).all()):
-            # refused here, because a maximum over ranks may swallow a NaN
+            # raised here, because a maximum over ranks may hide a NaN
             bad = next(
                 job
                 for (job, _), amax in zip(shared, amaxes, strict=True)
@@ -316,8 +321,8 @@ class ShardSource:
         rank: int,
         amax: Mapping[str, torch.Tensor],
     ) -> list[torch.Tensor] | None:
-        """This rank's outputs of one parameter in the order of its job; None where they cannot be
-        made.
+        """Return this rank's outputs of one parameter in the order of its job; None if they cannot
+        be computed.
         """
         if parts is None or self.failure is not None:
             return None

@@ -25,7 +25,7 @@ def this_rank() -> int:
 
 
 class LearnerWeights(Protocol):
-    """A rank of the learner."""
+    """Interface of a learner rank."""
 
     @property
     def model(self) -> Model: ...
@@ -34,21 +34,21 @@ class LearnerWeights(Protocol):
     def groups(self) -> ShardGroups: ...
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """This rank's shards by global megatron name (see mapping.global_name)."""
+        """Return this rank's shards by global megatron name (see mapping.global_name)."""
 
     def take_activation_amax(self) -> torch.Tensor:
-        """What this rank saw since the last call, [layer, norm, channel]: asked for with
+        """Return this rank's maxima since the last call, [layer, norm, channel]; called with
         quantization.smoothing.
         """
 
     def take_cache_amax(self) -> torch.Tensor:
-        """Largest key and value of each layer since the last call, [layer, 2]: asked for with an
-        FP8 cache.
+        """Return the largest key and value of each layer since the last call, [layer, 2]; called
+        with an FP8 cache.
         """
 
 
 class SamplerClient(Protocol):
-    """The four methods of vLLM's own weight-sync client."""
+    """Interface of a sampler: the four methods of vLLM's own weight-sync client."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -66,9 +66,9 @@ class SyncReport:
     tensors: int
     seconds: SyncSeconds
     error: ErrorSummary | None
-    # values that differ from the version before; None where nobody compared
+    # values that differ from the previous version; None if not compared
     changed_fraction: float | None = None
-    first_failure: str = ""  # why it had to be sent again
+    first_failure: str = ""  # reason of a retry
 
     def metrics(self) -> dict[str, float]:
         out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
@@ -98,9 +98,9 @@ class Contribution:
     tensors: int = 0
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     error: ErrorSummary | None = None
-    values: int = 0  # compared with the version before
+    values: int = 0  # compared with the previous version
     changed: int = 0
-    passing: bool = False  # the failure is one that may not come again
+    passing: bool = False  # the failure is transient
 
     @classmethod
     def of(
@@ -111,7 +111,9 @@ class Contribution:
         passing: bool = False,
         **counts: int,
     ) -> Contribution:
-        """After a pass over the source that took `elapsed` seconds, sending included."""
+        """Make the contribution after a pass over the source that took `elapsed` seconds, sending
+        included.
+        """
         made = source.seconds
         seconds = replace(made, transfer=max(0.0, elapsed - made.quantize - made.gather))
         error = summarize(source.errors)
@@ -124,8 +126,8 @@ class Contribution:
     def merge(
         cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]
     ) -> Contribution:
-        """Several ranks' parts of a version, or one rank's in several formats; `seconds`: `max` or
-        `sum`.
+        """Merge several ranks' parts of a version, or one rank's in several formats; `seconds`:
+        `max` or `sum`.
         """
         names = ("quantize", "gather", "transfer")
         return cls(
@@ -143,32 +145,28 @@ class Contribution:
 
 
 class Push:
-    """Sending half of a transport, on every rank of the learner."""
+    """Sending side of a transport, on every rank of the learner."""
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
-        """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what
-        it returns.
+        """Send this rank's part of the version; called on every rank, in lockstep. A failure is in
+        the result.
         """
         raise NotImplementedError
 
     def load(self, version: int) -> None:
-        """Rank 0, once every rank has sent: the sampler verifies the version and serves it, or this
-        raises.
+        """Have the sampler verify and serve the version, or raise; called on rank 0 once every rank
+        has sent.
         """
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
-        """Drop a version that some rank could not send, on rank 0."""
+        """Drop a version that some rank could not send; called on rank 0."""
 
     def tidy(self, version: int, taken: bool) -> None:
-        """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or
-        refused it.
-        """
+        """Clean up files after `load`, accepted or refused; called on rank 0."""
 
     def start_over(self) -> None:
-        """Every rank, after a version did not arrive: nothing may build on it, the next one is
-        whole.
-        """
+        """Send the next version in full, after one did not arrive; called on every rank."""
 
     def close(self) -> None:
         """Release the transport, on every rank at the end."""

@@ -1,10 +1,10 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. `nccl` not
-yet on GPUs.
+"""vLLM's own transports on learner ranks: `ipc`, `nccl`, through its trainer API. `nccl` is
+untested on GPUs.
 
-The only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
-`Relay` stands between vLLM's trainer engine and the sampler, so that the announcement goes first
+The only module that imports vLLM on a learner rank, and only when such a transport is chosen.
+`Relay` sits between vLLM's trainer engine and the sampler, so that the announcement is sent first
 and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that
-others are in.
+other ranks are in.
 """
 
 import os
@@ -42,8 +42,8 @@ from megatron_rl.weight_sync.wire import Announcement, Seal
 
 
 class VllmPush(Push):
-    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part.
-    Versions are whole.
+    """Sender of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part. Versions are
+    full.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class VllmPush(Push):
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
         started = time.perf_counter()
         failure = self._prepare(version)
-        if failure:  # on every rank: none of them has begun
+        if failure:  # on every rank: none of them has started
             return Contribution(failure if self._rank == 0 else None)
         assert self._engine is not None
         self._source.begin(parameters)
@@ -73,7 +73,7 @@ class VllmPush(Push):
             with bounded(self._patience_s, f"sending policy version {version}", self._relay):
                 self._engine.send_weights()
             failure = self._relay.failure
-        except Exception as error:  # every kind: the other ranks wait for this one's outcome
+        except Exception as error:  # any exception: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
         self._source.drain()
         sent = self._source.tensors if self._rank == 0 else ()
@@ -98,13 +98,13 @@ class VllmPush(Push):
             self._engine = None
 
     def _prepare(self, version: int) -> str | None:
-        """Begin, meet the engines' other side (once), and announce what comes; the failure, on
-        every rank.
+        """Start the update, connect to the engines (once), and send the announcement; return the
+        failure, on every rank.
         """
         format = self._source.shards.format.value
         announced = Announcement(version, format, self._source.tensors)
         failure = self._refusal(self._relay.begin)
-        if failure is None and self._engine is None:  # engines that are lost would have refused
+        if failure is None and self._engine is None:  # lost engines would have refused
             failure = self._open_engine()
         return failure or self._refusal(
             lambda: self._relay.client.update_weights(announced.message())
@@ -116,17 +116,17 @@ class VllmPush(Push):
         if self._rank == 0:
             try:
                 ask()
-            except Exception as error:  # every kind: the other ranks wait for the outcome
+            except Exception as error:  # any exception: the other ranks wait for the outcome
                 failure = str(error)
         return exchange(failure)[0]
 
     def _open_engine(self) -> str | None:
-        """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's
+        """Run vLLM's rendezvous: collective over the ranks of its trainer engine, and the sampler's
         workers.
         """
         failure = None
         try:
-            # rank 0 alone opens the group
+            # only rank 0 opens the group
             place = meeting_place(self._addresses) if self._rank == 0 else ("", 0)
             largest = max(tensor.nbytes for tensor in self._source.tensors)
             info = init_info(self._sync.transport, self._workers, self._rank, place, largest)
@@ -134,7 +134,7 @@ class VllmPush(Push):
                 self._engine = WeightTransferTrainerFactory.trainer_init(
                     info, client=self._relay, source=WholeTensors(self._source)
                 )
-        except Exception as error:  # every kind, as above
+        except Exception as error:  # any exception, as above
             failure = f"sync.transport={self._sync.transport}: {type(error).__name__}: {error}"
         failure = next((each for each in exchange(failure) if each), None)
         if failure:
@@ -144,7 +144,7 @@ class VllmPush(Push):
 
 @contextmanager
 def bounded(seconds: float, what: str, relay: "Relay") -> Iterator[None]:
-    """End this process when it takes longer: a collective whose peer has died waits on the device,
+    """End this process after a timeout: a collective whose peer has died waits on the device,
     uninterruptibly.
     """
 
@@ -167,7 +167,7 @@ def bounded(seconds: float, what: str, relay: "Relay") -> Iterator[None]:
 
 
 class WholeTensors(WeightSource):
-    """`WholeSource` in the shape that vLLM's trainer engines ask for."""
+    """`WholeSource` with the interface that vLLM's trainer engines expect."""
 
     def __init__(self, source: WholeSource) -> None:
         self._source = source
@@ -183,7 +183,7 @@ class WholeTensors(WeightSource):
 
 
 class Relay:
-    """Client of vLLM's trainer engine: rank 0's way to the sampler."""
+    """Client of vLLM's trainer engine: rank 0's connection to the sampler."""
 
     def __init__(self, sampler: SamplerClient | None) -> None:
         self._sampler = sampler
@@ -201,11 +201,11 @@ class Relay:
             raise
 
     def start_weight_update(self) -> None:
-        """vLLM's engine calls this; `begin` has done it."""
+        """Do nothing: vLLM's engine calls this; `begin` has already started the update."""
 
     def update_weights(self, update_info: Any) -> None:
-        """A refusal is kept for later: raised here, it would leave other ranks in vLLM's
-        collectives.
+        """Send tensors, keeping a refusal for later: raised here, it would leave other ranks in
+        vLLM's collectives.
         """
         if self.failure is not None:
             return
@@ -214,32 +214,34 @@ class Relay:
             message["ipc_handles"] = wire.encode_handles(message["ipc_handles"])
         try:
             self.client.update_weights(message)
-        except Exception as error:  # every kind, see above
+        except Exception as error:  # any exception, see above
             self.failure = str(error)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """vLLM's engine calls this once it has sent; VllmPush does it when every rank has."""
+        """Do nothing: vLLM's engine calls this after its sends; VllmPush finishes once every rank
+        has.
+        """
 
     def abandon(self, reason: str) -> None:
-        """The engine drops what it holds of the update; it answers by repeating the reason."""
-        # the second: it had dropped the update before
+        """Have the engine drop its part of the update; it replies with the reason."""
+        # second case: it had already dropped the update
         with suppress(WeightSyncError, RuntimeError):
             self.client.update_weights({wire.ABANDON: reason})
 
     @property
     def client(self) -> SamplerClient:
-        assert self._sampler is not None, "only rank 0 talks to the sampler"
+        assert self._sampler is not None, "only rank 0 has a connection to the sampler"
         return self._sampler
 
 
 def init_info(
     transport: Transport, workers: int, rank: int, place: tuple[str, int], largest: int
 ) -> TrainerInitInfo:
-    """vLLM's own settings of a transport; the workers get theirs from rank 0. `largest`: bytes of a
-    tensor.
+    """Return vLLM's settings of a transport; the workers get theirs from rank 0. `largest`: bytes
+    of a tensor.
     """
     buffer = buckets.BUCKET_BYTES
-    if transport == Transport.ipc:  # its buffer does not grow: vLLM refuses a tensor that is larger
+    if transport == Transport.ipc:  # its buffer does not grow: vLLM refuses larger tensors
         return IPCTrainerInitInfo(
             rank=rank, packed=True, packed_buffer_size_bytes=max(buffer, largest)
         )
@@ -247,13 +249,13 @@ def init_info(
 
 
 def meeting_place(addresses: Sequence[str]) -> tuple[str, int]:
-    """Where all engines find rank 0: its address as the first server elsewhere sees it, and a port
-    that is free now.
+    """Return the address at which all engines reach rank 0, as the first remote server sees it, and
+    a free port.
     """
     host = LOOPBACK
     far = next((urlsplit(one) for one in addresses if not is_loopback(one)), None)
     if far is not None:
-        # vLLM's rendezvous knows IPv4 alone
+        # vLLM's rendezvous supports IPv4 only
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((far.hostname, far.port))  # nothing is sent
             host = probe.getsockname()[0]

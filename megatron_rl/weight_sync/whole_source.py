@@ -1,10 +1,10 @@
-"""Collects the tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or
-on every rank (ipc).
+"""Source that collects the tensors of all pipeline stages and expert ranks, in one order, on rank 0
+(nccl) or on every rank (ipc).
 
-vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized
-tensors of the other pipeline stages and expert ranks travel once more. Buckets are walked in one
+vLLM's `nccl` sends from rank 0 only, its `ipc` shares a copy on every rank's device: the quantized
+tensors of the other pipeline stages and expert ranks are sent once more. Buckets are visited in one
 order that every rank knows, (stage, dense before experts, expert rank, number), which is each
-rank's own order too: no rank can wait for one that waits for it.
+rank's own order too: this prevents deadlocks between ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,12 +33,13 @@ class Step:
 
 
 class WholeSource:
-    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks,
-    or rank 0 alone.
+    """Source of full tensors. Every rank creates one (collective) and iterates it in lockstep, once
+    per sync; it yields on all ranks, or on rank 0 only.
     """
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
-        self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
+        # checksums of the tensors that this rank has yielded
+        self.sums: dict[str, torch.Tensor] = {}
         self.shards = source
         self._everywhere = everywhere
         self._rank = this_rank()
@@ -49,11 +50,11 @@ class WholeSource:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The whole model, in the order of iteration, on every rank."""
+        """Yield the complete model, in the order of iteration, on every rank."""
         return tuple(tensor for step in self._steps for tensor in step.tensors)
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """This rank's shards of the next pass."""
+        """Set this rank's shards for the next pass."""
         self._parameters = parameters
         self.sums = {}
         device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
@@ -65,7 +66,9 @@ class WholeSource:
         return self._pass
 
     def drain(self) -> None:
-        """Whatever interrupted the pass on this rank: the others are still in the middle of it."""
+        """Finish a pass that was interrupted on this rank: the others are still in its
+        collectives.
+        """
         for _ in self._pass:
             pass
 
@@ -94,8 +97,8 @@ class WholeSource:
     def _deliver(
         self, writer: int, spec: TensorSpec, tensor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops
-        the version.
+        """Send the tensor to the ranks that yield it. A writer that has failed sends zeros: its
+        failure drops the version.
         """
         if writer == self._rank and tensor is None:
             tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
@@ -120,12 +123,12 @@ class WholeSource:
 def made_on(
     home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make each (name, tensor) pair on stream `home`, whatever stream asks for it; that stream then
-    waits.
+    """Make each (name, tensor) pair on stream `home`, for a consumer on any stream, which then
+    waits for it.
 
-    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its
-    own, which wait for nobody: made there, a tensor could hold weights of two versions, under a
-    checksum that says so too.
+    Home is where the optimizer has written the weights. vLLM's packed sender runs on unsynchronized
+    streams of its own: made there, a tensor could hold weights of two versions, with a matching
+    checksum.
     """
     while True:
         with torch.cuda.stream(home):
@@ -134,7 +137,7 @@ def made_on(
             return
         caller = torch.cuda.current_stream()
         caller.wait_stream(home)
-        # its memory is not given to home again before the caller has read it
+        # its memory is not reused on home before the caller has read it
         pair[1].record_stream(caller)
         yield pair
 

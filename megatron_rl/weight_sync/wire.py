@@ -1,11 +1,11 @@
-"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal, ipc's
-handles, an end.
+"""Messages around the tensors of vLLM's transports (nccl, ipc): announcement, seal, ipc handles,
+end.
 
 The announcement adds version, format and staging to names, dtypes and shapes, and is compared with
-what the engine expects before anything moves; the seal adds a checksum of every tensor, computed
-where it lies (`checksum`), and is compared before anything is served; `abandon` ends an update.
-They are `update_weights` messages of their own. So are the handles of shared device memory that
-`ipc` hands over: nothing on the way is ever unpickled.
+the engine's expectation before any transfer; the seal adds a checksum of every tensor, computed on
+its device (`checksum`), and is compared before the version is served; `abandon` ends an update.
+They are `update_weights` messages of their own. So are the handles of shared device memory of
+`ipc`: nothing received is ever unpickled.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ ANNOUNCE = "announce"
 SEAL = "seal"
 ABANDON = "abandon"
 WORD = torch.int32
-CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporaries
-PERIOD = 65521  # of the weights that make the checksum notice a change of order
-STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: chunks enter with weights of their own
+CHUNK = 1 << 22  # words hashed at once: bounds the memory of the temporaries
+PERIOD = 65521  # of the position weights, which detect reordered words
+STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: offset of the position weights between chunks
 
-# torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers and bytes, and
-# among them classes, a dtype and a size. Those travel as text, and are looked up in closed lists
+# torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers, bytes, and among
+# them classes, a dtype and a size. Those are sent as text, and looked up in closed lists
 CLASSES: dict[str, Any] = {
     "torch.Tensor": torch.Tensor,
     "torch.UntypedStorage": torch.UntypedStorage,
@@ -71,8 +71,8 @@ def seal(message: Mapping[str, Any]) -> Seal:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words
-    weighted by place.
+    """Return two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words
+    weighted by position.
 
     Sums of integers modulo 2^64 do not depend on the order in which a device adds them.
     """
@@ -95,7 +95,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_checksums(sums: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """One copy to the host for all of them."""
+    """Read all checksums in one copy to the CPU."""
     if not sums:
         return {}
     rows = torch.stack(list(sums.values())).tolist()
@@ -103,7 +103,7 @@ def read_checksums(sums: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int
 
 
 def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[int, int]]) -> None:
-    """What arrived is what was announced, and holds the bytes that were sent."""
+    """Verify that the announced tensors have arrived, with the bytes that were sent."""
     if sealed.policy_version != announced.policy_version:
         raise WeightSyncError(
             f"the seal is of policy version {sealed.policy_version}, version "
@@ -151,7 +151,7 @@ def _encode(value: Any) -> Any:
         return value
     if value in CLASS_NAMES:
         return ["class", CLASS_NAMES[value]]
-    raise WeightSyncError(f"an IPC handle holds a {type(value).__name__}, which does not travel")
+    raise WeightSyncError(f"an IPC handle holds a {type(value).__name__}, which cannot be sent")
 
 
 def _decode(value: Any) -> Any:

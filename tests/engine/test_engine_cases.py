@@ -193,7 +193,7 @@ def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
 
 def test_answers_in_the_making_and_other_requests(found: dict) -> None:
     case = found["in_flight"]["beside others"]
-    assert "answers are being written" in case.pop("asleep")
+    assert "responses are being generated" in case.pop("asleep")
     assert "was announced last" in case.pop("impatient")
     assert case.pop("open") == 12
     assert all(case.values()), case

@@ -175,7 +175,7 @@ def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
     ids=lambda content: repr(content[:24]),
 )
 def test_what_is_no_list_of_requests(content):
-    with pytest.raises(Refused, match="does not fit"):
+    with pytest.raises(Refused, match="invalid transmission"):
         read(content)
 
 

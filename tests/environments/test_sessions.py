@@ -114,8 +114,8 @@ FAULTS = {
     "nothing": "step returned NoneType",
     "no message": "nothing to answer",
     "memory": "MemoryError",
-    "nan": "nan is no finite number",
-    "patches": "sent something else than a reply",
+    "nan": "nan is not a finite number",
+    "patches": "sent a malformed reply",
     "long calls": "environment.max_observation_tokens=512 takes",
 }
 

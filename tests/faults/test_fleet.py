@@ -41,10 +41,10 @@ def test_a_stopped_engine(box: Box) -> None:
     engines(box)[0].suspend()
     before = box.steps()
     wait_for(
-        lambda: "is out: did not answer 3 times in a row" in box.screen,
+        lambda: "is unavailable: failed 3 health checks in a row" in box.screen,
         "the screen says that it is out",
     )
-    assert "is slow to answer" in box.screen
+    assert "is slow to reply" in box.screen
     assert "is stopped" in box.screen
     box.until_steps(before + 2)  # the other engine answers
     box.until(lambda: "is back with policy version" in box.screen, "it starts again")
@@ -103,7 +103,7 @@ def test_a_given_server_comes_back(box: Box) -> None:
     starter, port = serve(box)
     run = box.begin(f'sampler.addresses=["http://127.0.0.1:{port}"]', steps=2)
     starter.kill()
-    wait_for(lambda: "is out: " in box.screen, "the screen says that it is out")
+    wait_for(lambda: "is unavailable: " in box.screen, "the screen reports it as unavailable")
     serve(box, port=port)
     box.until(lambda: "is back with policy version" in box.screen, "it is back")
     box.goes_on()

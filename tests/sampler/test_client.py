@@ -297,7 +297,7 @@ def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace) -> None:
             await until(lambda asked=asked: len(line.sent) > asked)
             line.received(replied(line.sent[-1:], {"written": written}))
             await asyncio.sleep(0.01)
-        with pytest.raises(NoAnswer, match="finished no answer"):
+        with pytest.raises(NoAnswer, match="finished no response"):
             await sample
 
     with_replies(lambda frames: None, use)

@@ -192,7 +192,7 @@ def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
     several = [replica(str(i), dies_at=dies_at) for i in range(TRIES + 1)]
     for one in several:
         one.engine.once = lambda one=one: dies_at or one.mark_down(reason)  # as its supervisor does
-    with pytest.raises(SamplerError, match=f"given up: {TRIES} tries.*{reason}"):
+    with pytest.raises(SamplerError, match=f"failed in {TRIES} tries.*{reason}"):
         run(several, 1)
     assert not several[TRIES].engine.asked
 

@@ -19,7 +19,7 @@ from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 FINE = Look(True)
 BUSY = Look(True, "its engine is busy")
-SLOW_NOTE = "server 0 is slow to answer: {}"
+SLOW_NOTE = "server 0 is slow to reply: {}"
 HUNG = Look(False, "hung")
 
 
@@ -80,7 +80,7 @@ def test_two_looks_are_no_death():
         FINE,
     )
     assert reason == ""
-    assert notes == [SLOW_NOTE.format(HUNG.slow), "server 0 answers again"] * 2
+    assert notes == [SLOW_NOTE.format(HUNG.slow), "server 0 replies again"] * 2
 
 
 @pytest.mark.fault("an engine is busy for long", "it stays; the screen says so once")
@@ -153,9 +153,14 @@ def dying(one: Replica) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("restarts", "fails", "why", "events"),
     [
-        (MAX_RESTARTS, {}, END, [f"is out: {END}", AGAIN + END, "is back with policy version 4"]),
+        (
+            MAX_RESTARTS,
+            {},
+            END,
+            [f"is unavailable: {END}", AGAIN + END, "is back with policy version 4"],
+        ),
         (MAX_RESTARTS, {"stage": REFUSED}, OLD, ["refuses policy version 4", AGAIN + OLD]),
-        (0, {}, END, [f"is out: {END}"]),
+        (0, {}, END, [f"is unavailable: {END}"]),
     ],
 )
 def test_restarts_are_limited_and_each_is_reported(restarts, fails, why, events):

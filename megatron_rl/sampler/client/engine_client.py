@@ -1,9 +1,9 @@
-"""Client of an engine's process: requests over a child's socket or a server's port, deadlines,
-replies held to bounds.
+"""Client of an engine process: requests over a child's socket or a server's port, deadlines, bounds
+on replies.
 
-What is asked in one turn of the event loop travels together, and so shares the engine's batches.
-The deadline of a sample is not its age, which a long queue makes: the engine has to finish
-something, or to write, in that time.
+Requests made in one iteration of the event loop are sent together, and so share the engine's
+batches. The deadline of a sample is not its age, which grows with the queue: the engine has to
+finish a sample, or generate tokens, within that time.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from megatron_rl.sampler.client.lines import HEALTH_TIMEOUT_S, Line
 from megatron_rl.types import Completion, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
-OTHER_THING = "answered with something else than was asked for"
+OTHER_THING = "returned a malformed reply"
 REQUEST_KEY = "sampler.request_timeout_s"
-HIGHEST_LOGPROB = 1e-3  # at most 0, and what rounding may add
+HIGHEST_LOGPROB = 1e-3  # at most 0, plus rounding
 METHODS: dict[UpdateStep, str] = {
     "init": "init_weight_transfer_engine",
     "start": "start_weight_update",
@@ -60,7 +60,7 @@ class _Reply(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """Checked fields of a status; the others are only reported."""
+    """Status fields that the client acts on."""
 
     policy_version: Version = NO_VERSION
     torn: bool = False
@@ -71,7 +71,7 @@ class _Status(msgspec.Struct):
 
 
 class _Asked:
-    """A request on its way."""
+    """Request in flight."""
 
     def __init__(self, frame: dict[str, Any], again: bool) -> None:
         self.frame = frame
@@ -80,7 +80,7 @@ class _Asked:
 
 
 class EngineClient:
-    """Requests that one engine has not replied to; see interface.Engine."""
+    """Open requests of one engine; implements interface.Engine."""
 
     def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class EngineClient:
         self._to_send: list[dict[str, Any]] = []
         self._cancelled: list[int] = []
         self._gone: EngineGone | None = None
-        # when something was finished last; what status has told of writing
+        # time of the last finished sample; value of `written` in the last status
         self._progress = 0.0
         self._written = -1
         self._patience: asyncio.TimerHandle | None = None
@@ -146,7 +146,7 @@ class EngineClient:
             self._check(completion, params, len(tokens))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise EngineGone(
-                f"{self.name} answered with something else than tokens: {str(error)[:200]}"
+                f"{self.name} returned a malformed completion: {str(error)[:200]}"
             ) from None
         return completion
 
@@ -180,7 +180,7 @@ class EngineClient:
         return await self.line.look()
 
     async def start(self, arguments: Mapping[str, Any], timeout_s: float) -> None:
-        """Give a new process its engine's arguments; returns once there is an engine."""
+        """Send a new process its engine's arguments; return once the engine is up."""
         await self.call("start", arguments, limit=("sampler.start_timeout_s", timeout_s))
 
     async def call(
@@ -190,7 +190,7 @@ class EngineClient:
         again: bool = True,
         limit: tuple[str, float] | None = None,
     ) -> msgspec.Raw:
-        """The reply to a request, in time."""
+        """Return the reply to a request; raise NoAnswer after the timeout."""
         key, seconds = limit or (REQUEST_KEY, self._timeout_s)
         asked = self._ask(method, arguments, again)
         try:
@@ -198,14 +198,14 @@ class EngineClient:
                 value = await asked.answer
         except TimeoutError:
             raise NoAnswer(
-                f"{self.name} did not answer `{method}` within {key}={seconds:g}"
+                f"{self.name} did not reply to `{method}` within {key}={seconds:g}"
             ) from None
         finally:
             self._asked.pop(asked.frame["id"], None)
         return value
 
     def ask_to_end(self) -> None:
-        """In good order, which takes a larger engine seconds; no reply comes."""
+        """Request an orderly shutdown, which takes a larger engine seconds; there is no reply."""
         if self._gone is None:
             self._send({"id": 0, "method": "shutdown", "arguments": {}})
 
@@ -237,7 +237,7 @@ class EngineClient:
                 self.line.send(content)
 
     def _cancel(self, number: int) -> None:
-        """Tell the engine that nobody waits for a sample any more; all of one turn together."""
+        """Cancel samples at the engine, all of one event loop iteration together."""
         if self._asked.pop(number, None) is None or self._gone is not None:
             return
         if not self._cancelled:
@@ -255,7 +255,7 @@ class EngineClient:
                 self._progress = asyncio.get_running_loop().time()
             if asked is None or asked.answer.done():
                 continue
-            if asked.frame["method"] != "status":  # looks at an engine are no progress
+            if asked.frame["method"] != "status":  # status requests are no progress
                 mark()
             if reply.error is not None:
                 asked.answer.set_exception(self._error(asked.frame["method"], reply.error))
@@ -273,13 +273,13 @@ class EngineClient:
         return kind(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
 
     def _end(self, reason: str) -> None:
-        """Fail all requests, now and later."""
+        """Fail all requests, open and future ones."""
         if self._gone is None:
             self._gone = EngineGone(f"{self.name}: {reason}")
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(self._gone)
-                asked.answer.exception()  # asyncio complains of those that nobody has asked for
+                asked.answer.exception()  # marks the exception as retrieved, or asyncio would warn
         self._asked.clear()
         if self._patience is not None:
             self._patience.cancel()
@@ -297,7 +297,7 @@ class EngineClient:
                 )
 
     def _have_patience(self) -> None:
-        """Look at the deadline of samples whenever it could have come."""
+        """Check the deadline of samples whenever it may have passed."""
         loop = asyncio.get_running_loop()
         self._progress = loop.time()
         self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
@@ -313,7 +313,7 @@ class EngineClient:
             self._asking = asyncio.ensure_future(self._look_for_progress())
 
     async def _look_for_progress(self) -> None:
-        """An engine may write for longer than that before it has finished anything."""
+        """Extend the deadline if the engine has generated tokens without finishing a sample."""
         written = self._written
         with suppress(SamplerError, TimeoutError):
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -325,7 +325,7 @@ class EngineClient:
             if asked is not None and not asked.answer.done():
                 asked.answer.set_exception(
                     NoAnswer(
-                        f"{self.name} finished no answer within {REQUEST_KEY}={self._timeout_s:g}"
+                        f"{self.name} finished no response within {REQUEST_KEY}={self._timeout_s:g}"
                     )
                 )
 
@@ -336,16 +336,16 @@ class EngineClient:
             raise EngineGone(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
 
     def _check(self, one: Completion, params: SamplingParams, prompt: int) -> None:
-        """ValueError where it cannot have been sampled."""
+        """Check a completion; ValueError if it cannot have been sampled."""
         tokens_T = np.asarray(one.token_ids)
         T = len(tokens_T)
         if params.max_tokens < T:
-            raise ValueError(f"{T} tokens, {params.max_tokens} were asked for")
+            raise ValueError(f"{T} tokens, {params.max_tokens} were requested")
         versions_T = one.versions or [one.policy_version] * T
         if len(one.logprobs) != T or len(versions_T) != T:
             raise ValueError(f"logprobs or policy versions that do not add up to {T} tokens")
         if not all(NO_VERSION <= one <= LARGEST_ID for one in one.all_versions):
-            raise ValueError("a policy version that there cannot be")
+            raise ValueError("an impossible policy version")
         self._check_ids(tokens_T)
         if (np.asarray(one.logprobs) > HIGHEST_LOGPROB).any():
             raise ValueError("a logprob above 0")
@@ -354,7 +354,7 @@ class EngineClient:
         if params.candidates:
             self._check_kept(one, params.candidates)
         elif one.kept_ids is not None or one.kept_counts is not None:
-            raise ValueError("what tokens were drawn among, which was not asked for")
+            raise ValueError("a sampling support that was not requested")
         read = prompt + max(0, T - 1)
         if one.experts_SLK is not None and (
             one.experts_SLK.ndim != 3 or len(one.experts_SLK) != read
@@ -363,14 +363,14 @@ class EngineClient:
 
     def _check_kept(self, one: Completion, candidates: int) -> None:
         if one.kept_ids is None or one.kept_counts is None:
-            raise ValueError("what tokens were drawn among is missing")
+            raise ValueError("the sampling support is missing")
         self._check_ids(np.asarray(one.kept_ids))
         counts_T = np.asarray(one.kept_counts)
         if len(counts_T) != len(one.token_ids) or counts_T.sum() != len(one.kept_ids):
             raise ValueError(f"candidates that do not add up for {len(one.token_ids)} tokens")
         if ((counts_T < 1) | (counts_T > candidates)).any():
             raise ValueError(
-                f"more than the {candidates} candidates of a token that were asked for"
+                f"more than the {candidates} candidates of a token that were requested"
             )
 
     def _check_ids(self, ids: np.ndarray) -> None:

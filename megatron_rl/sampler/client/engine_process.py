@@ -1,9 +1,8 @@
-"""Process of an engine on this machine, embedded or a server: started with its environment, cores
-and GPUs, and ended.
+"""Engine process on this machine, embedded or a server: start (environment, cores, GPUs) and end.
 
-The workers of an engine share memory in segments that they remove when they end by themselves, not
-when they are killed. Which segments are this engine's is read from the memory maps of its
-processes, never from names alone: those of other engines look the same.
+The workers of an engine share memory in segments that they remove at an orderly exit, not when they
+are killed. The segments of this engine are read from the memory maps of its processes, never from
+names alone: other engines use the same names.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end
 from megatron_rl.sampler.client.interface import SamplerError
 
 LOG_LINES_SHOWN = 15
-# vLLM warns with a whole traceback that there is no tokenizer, where none is wanted
+# vLLM prints a traceback if there is no tokenizer, although none is needed
 ROUTINE = re.compile(r"(\([^)]*\) )?(DEBUG|INFO|WARNING) \d\d-\d\d |\[W\d{4} |.*resource_tracker")
 WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
 REAP_S = 5.0
@@ -66,23 +65,23 @@ _ENGINE_VARIABLES = {
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Everything that the start of one engine needs, and that a restart needs again."""
+    """Settings of an engine's start, kept for its restarts."""
 
     arguments: Mapping[str, Any]  # of vLLM's engine
     log_path: Path | None  # None: this process's own output
     workers: int = 1
     devices: str | None = None
     cores: str = ALL_CORES
-    listens: bool = False  # at a port; else it is reached by its socket
+    listens: bool = False  # serves a port; otherwise it is reached by its socket
     host: str = LOOPBACK
     port: int | None = None  # None: a free one
 
 
 class EngineProcess:
-    """The process group of one engine: a child that is asked over its socket, or a server that
-    listens at a port.
+    """Process group of one engine: a child reached by its socket, or a server that listens at a
+    port.
 
-    The end of the socket is the engine's end, and so is the end of the thread that has started it.
+    The engine ends with its socket, and with the thread that has started it.
     """
 
     def __init__(self, settings: ProcessSettings, key: str = "", restarts: int = 0) -> None:
@@ -131,7 +130,7 @@ class EngineProcess:
         return self._process.returncode
 
     def ended(self) -> str | None:
-        """Describe its end; None while it runs."""
+        """Describe the end of the process; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -139,13 +138,13 @@ class EngineProcess:
         return f"its process ended (exit status {code}){f': {how}' if how else ''}"
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, once it has one."""
+        """Return its exit status once it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def note_shared_memory(self) -> None:
-        """Note the memory that its workers share now: an engine that is killed leaves it behind."""
+        """Note the memory that its workers share: a killed engine leaves it behind."""
         if self.settings.workers > 1:
             found = scratch.segments_of_session(self.pid) - self._segments
             self._segments |= found
@@ -178,18 +177,17 @@ def _opened(log_path: Path | None) -> Iterator[BinaryIO | None]:
 def engine_environment(
     workers: int = 1, devices: str | None = None, cores: str = ALL_CORES
 ) -> dict[str, str]:
-    """This process's environment without what is the learner's, and the engine's share
-    of the machine.
+    """Return this process's environment without the learner's variables, plus the engine's share of
+    the machine.
     """
     inherited = {
         name: value
         for name, value in without_secrets(os.environ).items()
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes
-    # need not have
+    # FP8 block kernels are compiled at first use, by a toolkit that nodes may lack
     inherited.setdefault("VLLM_USE_DEEP_GEMM", "0")
-    # read when torch is loaded, which may be before the process keeps to its cores
+    # read when torch is loaded, which may be before the process is bound to its cores
     if cores == ALL_CORES:
         threads = {}
     else:
@@ -199,7 +197,9 @@ def engine_environment(
 
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
-    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
+    """Assign cores to each worker of a CPU engine: vLLM's default wants a memory node per
+    worker.
+    """
     listed = process.own_cores() if cores == ALL_CORES else cores.split(",")
     if workers == 1 or (cores == ALL_CORES and (len(listed) < workers or BINDING in os.environ)):
         return {}
@@ -212,7 +212,9 @@ def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
 
 
 def visible_devices(wanted: str | None) -> dict[str, str]:
-    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
+    """Return the engine's GPUs, as indices into those visible to this process (as CUDA counts
+    them).
+    """
     if wanted is None:
         return {}
     seen = visible()
@@ -226,20 +228,22 @@ def visible_devices(wanted: str | None) -> dict[str, str]:
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of an engine's log that say more than that it is at work."""
+    """Return the last lines of an engine's log, without progress messages."""
     return "\n".join(
         [line for line in last_lines(path, 1000) if not ROUTINE.match(line)][-LOG_LINES_SHOWN:]
     )
 
 
 def lost_worker(path: Path | None) -> str:
-    """Name the worker that has died, by the log; "" where none has. The engine's own errors only
-    follow from that.
+    """Name the worker that has died, by the log; "" if none. The engine's own errors are a
+    consequence.
     """
     if path is None:
         return ""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
     if not died:
         return ""
-    name, code = died[0].groups()  # None: it was seen before the system had said how it ended
-    return f"the engine's worker {name} was {describe_end(int(code)) if code != 'None' else 'gone'}"
+    # None: the worker was found dead before its exit status was known
+    name, code = died[0].groups()
+    end = "terminated" if code == "None" else describe_end(int(code))
+    return f"the engine's worker {name} was {end}"

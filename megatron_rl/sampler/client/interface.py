@@ -1,8 +1,8 @@
-"""Interface of any engine (generate, update, sleep, values, status), however reached; its errors.
+"""Interface of any engine (generate, update, sleep, values, status) and its errors.
 
-One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for
-each. Everything here is asynchronous, and used from one event loop. `EngineClient`
-(engine_client.py) reaches vLLM; docs/architecture.md says how to add another engine.
+One completion is one sample with its own seed: several samples of a prompt are several requests.
+Everything here is asynchronous, and used from one event loop. `EngineClient` (engine_client.py)
+reaches vLLM; docs/architecture.md says how to add another engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UpdateStep = Literal["init", "start", "stage", "await", "finish", "resume", "abo
 
 
 class SamplerError(RuntimeError):
-    """The engine did not start, died, or did not answer in time."""
+    """The engine did not start, died, or did not reply in time."""
 
     process = "the sampler's engine"
     hint = (
@@ -35,31 +35,33 @@ class EngineGone(SamplerError):
 
 
 class NoAnswer(EngineGone):
-    """The engine did not answer in time."""
+    """The engine did not reply in time."""
 
 
 class RequestRefused(SamplerError):
-    """The engine says that the request is wrong: no other one would take it."""
+    """The engine refused a malformed request: any other engine would, too."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Result of a look at an engine."""
+    """Result of a health check of an engine."""
 
     alive: bool
-    slow: str = ""  # why it does not answer at once
+    slow: str = ""  # why it does not reply at once
 
 
-def read_health(status: int, told: Mapping[str, str]) -> Look:
-    """Read what a heartbeat has told."""
+def read_health(status: int, reply: Mapping[str, str]) -> Look:
+    """Read the reply to a health check."""
     if status != 200:
-        return Look(False, (told.get("error") or f"its status is {status}")[:200])
-    engine = told.get("engine", "")
+        return Look(False, (reply.get("error") or f"its status is {status}")[:200])
+    engine = reply.get("engine", "")
     return Look(True, "" if engine == "answers" else f"its engine is {engine:.100}")
 
 
 class Engine(Protocol):
-    """Every call may raise EngineGone; SamplerError where the engine itself has refused it."""
+    """Client of an engine. Any call may raise EngineGone, or SamplerError if the engine refuses
+    it.
+    """
 
     async def generate(
         self,
@@ -70,26 +72,26 @@ class Engine(Protocol):
         version: int,
         patient: bool,
     ) -> Completion:
-        """Draw one sample; cancelled, the engine gives it up.
+        """Draw one sample; cancellation cancels it at the engine, too.
 
-        `version`: the policy that the caller believes is served. `patient`: a newer one is as good,
-        and what cannot be answered now waits until a sync or a wake has changed that.
+        `version`: the policy that the caller expects. `patient`: a newer one is accepted, and a
+        request that cannot be served now waits until the next sync or wake.
         """
         ...
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
-        """A step of a weight update. WeightSyncError: the version is refused, and the one
-        before serves on.
+        """Run one step of a weight update. WeightSyncError: the version is refused, and the
+        previous one is still served.
 
-        `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await`
-        (until it is checked), `finish` (`stand`; what it cost), and `resume` where
-        open samples were to stand still.
+        `start`, `stage` (`update_info`: vLLM's description; once or several times), `await` (until
+        it is verified), `finish` (`stand`; returns its cost), and `resume` if open samples were
+        paused.
         """
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until
-        the next sync).
+        """Release device memory: the cache, and the weights (1: kept in CPU memory, 2: dropped
+        until the next sync).
         """
         ...
 
@@ -98,13 +100,13 @@ class Engine(Protocol):
     async def values(
         self, kind: Kind, sequences: Sequence[Sequence[int]], version: int
     ) -> list[Any]:
-        """Outputs of the engine's modules for sequences, for diagnosis."""
+        """Return outputs of the engine's modules for sequences, for diagnosis."""
         ...
 
     async def status(self) -> Mapping[str, Any]: ...
 
     async def look(self) -> Look:
-        """Look whether it answers, or at least works."""
+        """Check whether the engine replies, or at least makes progress."""
         ...
 
     async def close(self) -> None: ...

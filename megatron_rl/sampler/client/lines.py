@@ -1,5 +1,5 @@
-"""Connections to an engine's process: a child's socket, or a server's port (/health; a WebSocket,
-reopened if lost).
+"""Connections to an engine process: a child's socket, or a server's port (/health, and a WebSocket
+that is reopened if lost).
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from megatron_rl.sampler.client.interface import EngineGone, Look, NoAnswer, rea
 HEALTH_TIMEOUT_S = 10.0
 ENDED = "its process ended"
 OPEN_S = 10.0  # to open a connection
-LONGEST_ERROR = 600  # characters of what a server says: it may quote what was sent
+LONGEST_ERROR = 600  # characters of a server's error: it may quote the request
 
 
 class Line(ABC):
-    """Transport of transmissions. `received` is called with each that comes, `ended` once,
-    with the reason.
+    """Transport of transmissions. Calls `received` with each one, and `ended` once, with the
+    reason.
 
-    `reopened`: what was not replied to has to be sent again.
+    `reopened`: requests without a reply have to be sent again.
     """
 
-    # samples that do not fit are refused on the way: where one fails, the engine has broken down
+    # oversized samples are refused on the way: a failed one means that the engine has broken down
     checked = False
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Line(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Connect; at once where it is connected."""
+        """Connect, unless connected."""
 
     @abstractmethod
     def send(self, content: bytes) -> None: ...
 
     async def look(self) -> Look:
-        """A look at the engine, where the line has one of its own."""
+        """Check the engine's health, if the line has a way of its own."""
         return Look(True)
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Line(ABC):
 
 
 class SocketLine(Line):
-    """The socket of a child."""
+    """Socket of a child."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class SocketLine(Line):
 
 
 class PortLine(Line):
-    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is
-    opened once more.
+    """WebSocket to a server, under its key. A lost connection does not mean a lost server: it is
+    reopened once.
     """
 
     checked = True
@@ -101,7 +101,7 @@ class PortLine(Line):
         self._connection: aiohttp.ClientWebSocketResponse | None = None
         self._reading: asyncio.Task[None] | None = None
         self._sending = asyncio.Queue[bytes]()
-        self._instance = b""  # of the server's process: another one knows nothing of what was asked
+        self._instance = b""  # of the server's process: a new one does not know the open requests
 
     async def open(self) -> None:
         if self._reading is None or self._reading.done():
@@ -111,13 +111,13 @@ class PortLine(Line):
     async def _connect(self) -> None:
         try:
             async with asyncio.timeout(OPEN_S):
-                # no transmission of a server may unpack to more than it is
+                # no transmission of a server may decompress to more than this
                 self._connection = await self._http().ws_connect(
                     f"{self._address}/engine", max_msg_size=LONGEST_TRANSMISSION, compress=0
                 )
                 instance = await self._connection.receive_bytes()
         except TimeoutError:
-            raise NoAnswer(f"{self._address} did not answer within {OPEN_S:g} s") from None
+            raise NoAnswer(f"{self._address} did not reply within {OPEN_S:g} s") from None
         except (aiohttp.ClientError, OSError, TypeError) as error:
             raise EngineGone(
                 f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
@@ -127,7 +127,7 @@ class PortLine(Line):
         self._instance = instance
 
     async def _keep(self) -> None:
-        """Read until the connection is lost twice, and nothing has come in between."""
+        """Read until the connection is lost twice without a transmission in between."""
         lost = 0
         while True:
             assert self._connection is not None
@@ -137,7 +137,7 @@ class PortLine(Line):
                     if message.type is aiohttp.WSMsgType.BINARY:
                         lost = 0
                         self.received(message.data)
-            except Exception as error:  # of every kind: what a server sends is not to be trusted
+            except Exception as error:  # any exception: the server's data is untrusted
                 return self.ended(f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}")
             finally:
                 writing.cancel()
@@ -151,13 +151,13 @@ class PortLine(Line):
                 await self._connect()
             except EngineGone as error:
                 return self.ended(str(error))
-            self._sending = asyncio.Queue()  # what is still to be done is sent again
+            self._sending = asyncio.Queue()  # open requests are sent again
             self.reopened()
 
     async def _write(self, connection: aiohttp.ClientWebSocketResponse) -> None:
         while True:
             content = await self._sending.get()
-            with suppress(ConnectionError):  # the reader finds out
+            with suppress(ConnectionError):  # the reader reports it
                 await connection.send_bytes(content)
 
     def send(self, content: bytes) -> None:
@@ -171,7 +171,7 @@ class PortLine(Line):
                 status = response.status
             said = msgspec.json.decode(content, type=dict[str, str])
         except TimeoutError:
-            raise NoAnswer(f"did not answer /health within {HEALTH_TIMEOUT_S:g} s") from None
+            raise NoAnswer(f"did not reply to /health within {HEALTH_TIMEOUT_S:g} s") from None
         except (
             aiohttp.ClientError,
             OSError,
@@ -201,17 +201,17 @@ class PortLine(Line):
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-            # proxies of the environment are not asked; a packed body has no bound
+            # no proxies of the environment; a compressed body has no bound
             headers["accept-encoding"] = "identity"
             self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
         return self._session
 
 
 def _closing(connection: aiohttp.ClientWebSocketResponse) -> str:
-    """Reason of the other side for closing; empty if it has only stopped."""
+    """Return the peer's reason for closing; empty if it has only stopped."""
     error = connection.exception()
     if error is not None and not isinstance(error, (aiohttp.ClientError, ConnectionError)):
         return f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
     if connection.close_code in (None, 1000, 1001, 1006, 1012):
         return ""
-    return f"it hung up ({connection.close_code})"
+    return f"it closed the connection ({connection.close_code})"
