@@ -78,7 +78,7 @@ class Rows:
 
 
 def places_of(sizes_B: Tensor, index: Tensor) -> Tensor:
-    """Where the entries of some rows are in a column with so many entries for each row."""
+    """Return the indices of the entries of some rows in a column with `sizes_B` entries per row."""
     taken = sizes_B[index]
     # where each taken row begins, in the column and in the result
     gaps = (sizes_B.cumsum(0) - sizes_B)[index] - (taken.cumsum(0) - taken)
@@ -107,7 +107,7 @@ class Batch(Table):
     # int32: how many tokens each was drawn among, and which; None: among all
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
-    # int8, int16: what the engine chose, -1 where not told; None: nowhere
+    # int8, int16: experts that the engine chose, -1 if not reported; None: none reported
     experts_PLK: Tensor | None = None
     # int32: of each token, where an update came between some; None: nowhere
     versions_N: Tensor | None = None
@@ -271,12 +271,12 @@ def _versions(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _experts(rollouts: Sequence[Rollout]) -> Tensor | None:
-    told = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
-    if not told:
+    reported = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
+    if not reported:
         return None
     lengths = [len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts]
-    small = all(one.max(initial=0) < 128 for one in told)
-    shape = (sum(lengths), *told[0].shape[1:])
+    small = all(one.max(initial=0) < 128 for one in reported)
+    shape = (sum(lengths), *reported[0].shape[1:])
     kind = torch.int8 if small else torch.int16
     chosen_PLK = torch.full(shape, NO_EXPERT, dtype=kind)
     for part, one in zip(chosen_PLK.split(lengths), rollouts, strict=True):

@@ -34,7 +34,8 @@ def exchange(value: Any) -> list[Any]:
 
 MARGIN_S = 120.0
 WAIT_ON = -1  # in the place of a size: what the others wait for is still to come
-_waited_for = threading.Lock()  # held by whoever sends to all while `waited_for` is open
+# held by the thread that sends to all ranks while `waited_for` is open
+_waited_for = threading.Lock()
 _open = False
 
 

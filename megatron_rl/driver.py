@@ -228,10 +228,10 @@ class Driver:
 
     def last_sync(self) -> dict[str, float]:
         """Engines' pause during the last sync, and the bytes that one of their ranks read."""
-        told = self.sampler.last_sync
+        timings = self.sampler.last_sync
         return {
-            "sync/pause_s": told["pause_s"],
-            "sync/read_bytes": float(told["nbytes"]),
+            "sync/pause_s": timings["pause_s"],
+            "sync/read_bytes": float(timings["nbytes"]),
         }
 
     def can_skip_sync(self, step: int) -> bool:
@@ -304,11 +304,11 @@ class Driver:
         """
         sequences = [part.tolist() for part in batch.tokens_P.split(batch.lengths_B.tolist())]
         with waited_for(), self._stop.waiting():
-            told = self.sampler.routed_experts(sequences, layers)
-        if not told:
+            routed = self.sampler.routed_experts(sequences, layers)
+        if not routed:
             return None
-        chosen_PLK = torch.full((len(batch.tokens_P), *told[0].shape[1:]), NO_EXPERT)
-        for part, one in zip(chosen_PLK.split(batch.lengths_B.tolist()), told, strict=True):
+        chosen_PLK = torch.full((len(batch.tokens_P), *routed[0].shape[1:]), NO_EXPERT)
+        for part, one in zip(chosen_PLK.split(batch.lengths_B.tolist()), routed, strict=True):
             part[: len(one)] = torch.as_tensor(one)
         return chosen_PLK
 

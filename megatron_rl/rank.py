@@ -26,7 +26,7 @@ from megatron_rl.tracking.run_dir import LAUNCHER, RunDir
 
 
 def main(run_dir: Path, parent: int) -> None:
-    # whatever nohup has left
+    # set also under nohup, which leaves the signal ignored
     signal.signal(
         process.AT_ONCE,
         process.raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL,

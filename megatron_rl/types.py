@@ -45,8 +45,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
-    candidates: int = 0  # tokens whose logprobs tell what top_k and top_p have kept; 0: nobody asks
-    tools: ToolFormat | None = None  # None: nobody asks for tool calls
+    candidates: int = 0  # number of top logprobs that show the sampling support; 0: not requested
+    tools: ToolFormat | None = None  # None: tool calls are not parsed
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Session:
 
 
 FinishReason = Literal["stop", "length", "abort"]
-if TYPE_CHECKING:  # whatever is given becomes an array
+if TYPE_CHECKING:  # any sequence becomes an array
     Ints = Sequence[int]
     Floats = Sequence[float]
 else:  # before Python 3.12 an array takes no parameter where the program runs
@@ -120,10 +120,10 @@ class Completion:
     # None: among all
     kept_ids: Ints | None = None
     kept_counts: Ints | None = None
-    # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's first on;
-    # None: not told
+    # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's
+    # first on; None: not reported
     experts_SLK: np.ndarray | None = None
-    content: str | None = None  # the text without tool calls; None: nobody has looked for any
+    content: str | None = None  # the text without tool calls; None: not parsed
     calls: Sequence[ToolCall] = ()
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ def written(length: int, by_policy: bool = True) -> array[int]:
     return array("b", [by_policy]) * length
 
 
-NO_EXPERT = -1  # of a token whose experts nobody has told, or of a layer without
+NO_EXPERT = -1  # marks a token without reported experts, or a layer without experts
 LARGEST_NUMBER = 1e30  # of rewards and what is reported beside: sums of them are finite in float32
 RIGHT = 1.0  # the reward of a right answer
 NEARLY_RIGHT = RIGHT - 1e-6  # where parts of it were added up
@@ -203,6 +203,6 @@ class Scored:
     # why there is none (a timeout, an exception): the answer is not trained on
     error: str | None = None
     text: str = ""
-    verdict: Verdict | None = None  # None: nobody has judged it
+    verdict: Verdict | None = None  # None: not judged
     details: Mapping[str, float] = field(default_factory=dict)  # what else the reward measured
     answer: str | None = None  # what the reward found in the response: answers vote by it

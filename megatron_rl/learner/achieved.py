@@ -28,7 +28,7 @@ class Achieved:
             )
         seconds = line.get("time/update", 0.0)
         if "rollout/trained_tokens" in line and seconds > 0:
-            # forward and backward, whatever is computed again not counted
+            # forward and backward, without recomputation
             tokens = line["rollout/trained_tokens"]
             answers = line["rollout/n_trained"]
             each = operations(self.model, tokens / max(answers, 1))

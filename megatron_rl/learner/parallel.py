@@ -145,8 +145,8 @@ class ReplicaSums:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """[K, n] of each replica; n may differ."""
-        told = exchange(values.tolist() if self._ranks.reports else None)
-        return [torch.tensor(one, dtype=values.dtype) for one in told if one is not None]
+        gathered = exchange(values.tolist() if self._ranks.reports else None)
+        return [torch.tensor(one, dtype=values.dtype) for one in gathered if one is not None]
 
 
 def require_same_place(ours: Place) -> None:
@@ -234,7 +234,7 @@ def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
     listener = None
     if rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # a node's own name may stand for loopback there, where nobody else could reach it
+        # a node's own name may resolve to loopback there, which other nodes cannot reach
         if address[0] == host or not ipaddress.ip_address(address[0]).is_loopback:
             listener = socket.create_server(address[:2], family=family).detach()
     return dist.TCPStore(host, port, world_size, rank == 0, limit, master_listen_fd=listener)

@@ -118,15 +118,15 @@ class DataPlane:
 
     def announce(self, batch: Batch | None) -> BatchInfo:
         """What every rank has to know of the driver's batch."""
-        told: Any = None
+        header: Any = None
         if batch is not None:
             about = BatchInfo.of(batch)
-            told = {
+            header = {
                 "table": about.table.columns,
                 "about": [about.trained_B, about.kept_sizes_B, about.columns],
             }
-        told = self._ranks.broadcast(told)
-        return BatchInfo(Table(**told["table"]), *told["about"])
+        header = self._ranks.broadcast(header)
+        return BatchInfo(Table(**header["table"]), *header["about"])
 
     def hand_out(self, batch: Batch | None, about: BatchInfo, rows_of: Sequence[Tensor]) -> Share:
         """This replica's rows of the driver's batch."""

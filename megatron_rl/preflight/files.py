@@ -27,8 +27,8 @@ LARGEST_TOKENIZER = 256 << 20
 
 @dataclass(frozen=True)
 class Absent:
-    what: str  # for whoever brings it
-    error: str  # for whoever wants to start here
+    what: str  # description, in a list of missing files
+    error: str  # error message, if the run is to start here
 
 
 def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:

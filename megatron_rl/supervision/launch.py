@@ -101,8 +101,8 @@ def conclude(
             mark_status(run.path, state, reason, **known)
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
-    if told := report(run):
-        print(told, flush=True)
+    if summary := report(run):
+        print(summary, flush=True)
     if failure is None:
         return
     if lines := last_lines(ranks.log_of(failure.rank), LOG_LINES_SHOWN):

@@ -29,9 +29,9 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         # a killed run may have left half a line
-        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        unfinished = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self._file = path.open("ab", buffering=0)
-        self._waiting = [b"\n"] if torn else []
+        self._waiting = [b"\n"] if unfinished else []
 
     @property
     def waiting(self) -> int:

@@ -49,7 +49,7 @@ class RunDir:
     """Paths in a run's directory; also owner.lock, logs/, and with log.wandb wandb.id, wandb/."""
 
     path: Path
-    # of whoever has claimed it
+    # lock of the process that has claimed the directory
     lock: FileIO | None = field(default=None, compare=False, repr=False)
 
     config = _Inside("config.yaml")  # the resolved configuration
@@ -165,10 +165,10 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             raise _refused(path, f"belongs to a run that goes on or is being started ({owner})")
         if not _used(path):
             return lock, None, moved
-        torn: list[str] = []
-        if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
-            torn.append(f"{path} goes on after step {found.step}, saved at {found.time}")
-            return lock, found, "\n".join(torn)
+        notes: list[str] = []
+        if if_exists is IfExists.resume and (found := goes_on_from(path, notes.append)):
+            notes.append(f"{path} goes on after step {found.step}, saved at {found.time}")
+            return lock, found, "\n".join(notes)
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
@@ -176,12 +176,12 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             if if_exists is IfExists.refuse:
                 before = _describe(path, known_status(path, locked=False))
                 why = f": it ended before its first step ({before})"
-            elif if_exists is IfExists.resume and torn:
-                why = f": none of its {len(torn)} checkpoints is complete; the run begins again"
+            elif if_exists is IfExists.resume and notes:
+                why = f": none of its {len(notes)} checkpoints is complete; the run begins again"
             elif if_exists is IfExists.resume:
                 why = ": it holds no checkpoint to go on from; the run begins again"
             path.rename(archived)
-            moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
+            moved = "\n".join((*notes, f"the old {path} is now {archived}{why}"))
 
 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:

@@ -100,7 +100,8 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
         if state == "starting":
             status["started"] = status["time"]
-        if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
+        # it ended by itself, so no process was stuck at the end
+        if state in ("finished", "stopped"):
             status["stuck"] = None
         _write(path, status | more)
 
@@ -189,7 +190,7 @@ def environment() -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     devices: list[str] = []
-    torch = sys.modules.get("torch")  # only where somebody needed it anyway
+    torch = sys.modules.get("torch")  # only if it is loaded already
     if torch is not None and torch.cuda.is_available():
         devices = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     return {
@@ -213,7 +214,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
-        # installed inside somebody else's repository: not ours to say
+        # installed inside another repository, whose commit says nothing about this package
         ask("ls-files", "--error-unmatch", "metrics.py")
         return {
             "commit": ask("rev-parse", "HEAD"),

@@ -30,7 +30,7 @@ class PhaseClock:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[tuple[str, float]] = []  # phases, and when they began
-        self.spans: list[Span] = []  # of phases that have ended, until somebody takes them
+        self.spans: list[Span] = []  # of completed phases, until they are collected
         self._begun = self._since = time.perf_counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
@@ -98,11 +98,11 @@ def throughput(line: Mapping[str, float]) -> dict[str, float]:
 
 def encode_spans(step: int, spans: Iterable[Span]) -> str:
     since = time.time() - time.perf_counter()
-    told = [
+    rounded = [
         [lane, round(since + begin, 3), round(since + end, 3)]
         for lane, begin, end in _merged(spans)
     ]
-    return json.dumps({"step": step, "spans": told})
+    return json.dumps({"step": step, "spans": rounded})
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
