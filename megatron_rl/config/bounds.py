@@ -27,7 +27,7 @@ class Bound:
 
 
 class Inside(dict[str, Bound]):
-    """Bounds of keys in a map that is passed to megatron-core or vLLM, which validate the others."""
+    """Bounds of keys in a map for megatron-core or vLLM, which validate the others."""
 
 
 def at_least(least: float, expected: str = "") -> Bound:

@@ -84,7 +84,7 @@ def as_sampler(
             "one of them"
         )
     if run.device is Device.cuda:
-        yield "learner.forward: as_sampler is supported on CPUs only so far; use bf16 with run.device=cuda"
+        yield "learner.forward: as_sampler is CPU-only so far; use bf16 with run.device=cuda"
 
 
 def router(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
@@ -144,7 +144,7 @@ def addresses(sampler: SamplerSection) -> list[str]:
     if elsewhere and not key:
         found.append(
             f"sampler.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} "
-            "is not set in the environment: any client that reaches the server could replace its weights. "
+            "is not set: any client that reaches the server could replace its weights. "
             "Start the servers with a key and export it under that name"
         )
     weak = len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key

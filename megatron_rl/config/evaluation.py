@@ -91,7 +91,7 @@ def _file(path: str) -> str:
 
 
 def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
-    """Return the largest number of response tokens in training or evaluation; engines reserve it."""
+    """Return the most response tokens in training or evaluation; engines reserve context for it."""
     return max(rollout.max_response_tokens, *evaluated_tokens(section))
 
 

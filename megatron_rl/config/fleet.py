@@ -60,7 +60,7 @@ def replica_formats(
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """Return the formats that run on this kind of machine; servers given by address run elsewhere."""
+    """Return the formats that run on this kind of machine; servers by address run elsewhere."""
     if sampler.addresses and not sampler.dedicated_nodes:
         return ()
     return replica_formats(sampler, quantization)

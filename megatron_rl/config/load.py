@@ -190,7 +190,7 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the recorded configuration of a run, whose keys and presets may have been removed since."""
+    """Load a run's recorded configuration, whose keys and presets may have been removed since."""
     return from_base(recorded(path), overrides, path)
 
 

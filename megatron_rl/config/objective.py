@@ -210,7 +210,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """LoRA adapters, trained instead of the model and merged into it at every sync (docs/lora.md)."""
+    """LoRA adapters, trained instead of the model and merged at every sync (docs/lora.md)."""
 
     # rank of each adapter; 0: no adapters, the whole model is trained
     rank: Annotated[int, between(0, 1024)] = 0

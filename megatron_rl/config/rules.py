@@ -79,7 +79,7 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
     elif rollout.dynamic_sampling:
         found.add(
             "rollout.dynamic_sampling",
-            "a group of rollout.samples_per_prompt: 1 has no reward variance and is never kept; use false",
+            "with rollout.samples_per_prompt: 1 no group has reward variance; use false",
         )
     return found
 
@@ -141,7 +141,7 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
             "not tell; set rollout.top_k too, such as 50"
         )
     if rollout.top_k is not None and rollout.supervised:
-        yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were not sampled; leave it out"
+        yield f"rollout.top_k: {rollout.top_k}, but data set answers are not sampled; leave it out"
 
 
 def ahead(
@@ -258,8 +258,7 @@ def environment(
     if redact(environment.settings) != environment.settings:
         hint = "let the environment read a variable of its process that run.variables names"
         found.append(
-            "environment.settings: it holds a secret according to its key, and secrets are not written "
-            f"down; {hint}"
+            f"environment.settings: a key names a secret, and secrets are not written down; {hint}"
         )
     if name is None:
         if context is not None:

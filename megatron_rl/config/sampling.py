@@ -85,7 +85,7 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class EnvironmentSection:
-    """Environment of multi-turn conversations (docs/environments.md). Without a name there is none."""
+    """Environment of multi-turn conversations (docs/environments.md); none without a name."""
 
     # package.module:Class, or a coroutine function run(base_url, row), an agent; such as
     # path/file.py:Class

@@ -91,7 +91,7 @@ GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo,
 
 
 def format_number(name: str) -> int:
-    """Return a format's index in the enumeration, for tensors; -1 if no engine made the response."""
+    """Return a format's index in the enumeration; -1 if no engine made the response."""
     if name:
         return list(Format).index(Format(name))
     return -1

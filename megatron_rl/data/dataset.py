@@ -29,7 +29,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts, and what was left out on the way."""
+    """Prompts of a data set, with counts of the rows left out."""
 
     prompts: Sequence[Prompt]
     rows: int

@@ -59,7 +59,7 @@ class LearnerRank:
         limit_new_threads_to_one_core()  # gloo's
         try:
             _join(self.rank, self.world_size, self.limit)
-            # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
+            # rank 0 joins once a colocated engine sleeps; no GPU is used before
             self.device = _device()
             self.groups = self._form_groups(learner)
         except dist.DistStoreError as error:
@@ -112,7 +112,9 @@ class LearnerRank:
         return total
 
     def broadcast(self, value: Any = None) -> Any:
-        """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
+        """Return the driver's value on every rank: tensors, Batch, and plain JSON values around
+        them.
+        """
         tensors: list[Tensor] = []
         if self.world_size == 1:
             return value
@@ -150,7 +152,7 @@ class ReplicaSums:
 
 
 def require_same_place(ours: Place) -> None:
-    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard
+    """Raise on every rank if a rank's place differs from megatron-core's: it would load one shard
     and send another.
     """
     megatrons = Place(
@@ -209,7 +211,7 @@ def _device() -> torch.device:
 def _join(rank: int, world_size: int, limit: timedelta) -> None:
     if dist.is_initialized():
         return
-    # tensors in host memory go through gloo even where NCCL moves the gradients
+    # tensors in CPU memory use gloo even if NCCL reduces the gradients
     backend = "gloo" if cpu.ON_CPU else "cpu:gloo,cuda:nccl"
     if world_size == 1:
         # no other rank to find: a store in this process opens no port
@@ -241,7 +243,7 @@ def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
 
 
 def leave() -> None:
-    """Give the process groups back, so that another learner may join in this process."""
+    """Destroy the process groups, so that another learner may be created in this process."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop handling requests: from here on SIGTERM and Ctrl-C only cut the final report short."""
+        """Stop handling requests: from here on a signal only cuts the final report short."""
         os.write(self._wakeup_write, b"\0")
         self._thread.join()
         signal.signal(STOP_AFTER_STEP, signal.SIG_IGN)
@@ -194,7 +194,10 @@ class StopRequest:
 
     def _give_up(self, why: str, limit: float | None) -> None:
         self._given_up = self.reason
-        self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit)
+        self._say(
+            f"{self.reason}, {why}: the last finished step is saved; this one will be repeated",
+            limit,
+        )
         signal.pthread_kill(self._main, WAKE)
 
     def _rest(self, after: bool = False) -> float:

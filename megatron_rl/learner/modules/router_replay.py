@@ -61,7 +61,7 @@ class RouterReplay:
 
     @contextmanager
     def passing(self, trains: bool) -> Iterator[None]:
-        """A pass over packs: what is to be computed again in it has to be."""
+        """Context of a pass over packs; all of its recomputation has to happen inside."""
         self.trains = trains
         for router in self._routers:
             router.again.clear()  # of a pass that has failed
@@ -98,7 +98,7 @@ class RouterReplay:
 
 def shares(found_L3: Tensor) -> dict[str, float]:
     """Metrics of all ranks' counts. Empty if no token passed."""
-    found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
+    found_L3[:, 0] = found_L3[:, 0].max()  # a layer with a lower count did not replay
     read, replayed, other = found_L3.sum(0).tolist()
     if not read:
         return {}
@@ -111,7 +111,7 @@ def shares(found_L3: Tensor) -> dict[str, float]:
 
 def check(found: Mapping[str, float]) -> Mapping[str, float]:
     """Return the replay metrics of a step (`Learner.take_replayed`); raise if the replay failed."""
-    if not found:  # nothing has passed
+    if not found:  # no token has passed
         return found
     if not found["router/replayed"]:
         raise ReplayError(
@@ -129,7 +129,7 @@ def check(found: Mapping[str, float]) -> Mapping[str, float]:
 
 @dataclass(eq=False)
 class _Layer:
-    """In the place of megatron-core's object of one router."""
+    """Replacement of megatron-core's RouterReplay of one router."""
 
     replay: RouterReplay
     module: TopKRouter
@@ -137,7 +137,7 @@ class _Layer:
     held: int  # of those that packs hold
     shard: int | None
     passing: list[Pack]
-    # whose activations are still to be computed again, in their order
+    # packs whose activations are still to be recomputed, in order
     again: deque[Pack] = field(default_factory=deque)
 
     def get_replay_topk(
@@ -161,7 +161,7 @@ class _Layer:
         reported_SK = pack.experts_SLK[here, self.held]
         if reported_SK.shape[1] != topk:
             raise ValueError(
-                f"the engine reports {reported_SK.shape[1]} experts of a token, this router chooses "
+                f"the engine reports {reported_SK.shape[1]} experts per token, the router chooses "
                 f"{topk}"
             )
         # a repeated expert marks a slot that was never written
