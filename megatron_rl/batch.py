@@ -31,7 +31,7 @@ class Rows:
 
     prompt_lengths_B: Tensor  # int64
     response_lengths_B: Tensor
-    groups_B: Tensor  # int64: answers to one prompt of one draw
+    groups_B: Tensor  # int64: id of the responses to one prompt of one draw
 
     def __len__(self) -> int:
         return len(self.response_lengths_B)
@@ -104,7 +104,7 @@ class Batch(Table):
     tokens_P: Tensor  # int32: of each row, prompt and then response
     mask_N: Tensor  # bool: trained-on response tokens
     sampler_logprobs_N: Tensor  # float32
-    # int32: how many tokens each was drawn among, and which; None: among all
+    # int32: size and ids of each token's sampling support; None: the whole vocabulary
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
     # int8, int16: experts that the engine chose, -1 if not reported; None: none reported
@@ -185,7 +185,7 @@ class Replicas(Protocol):
 
 
 class OneReplica:
-    """The only replica, which has all rows."""
+    """The only replica, with all rows."""
 
     place = 0
 
@@ -307,7 +307,7 @@ def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
     if len(ids) < len(rollouts):
         raise ValueError(
-            f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were "
-            "drawn among"
+            f"{len(rollouts) - len(ids)} of {len(rollouts)} responses do not report their "
+            "sampling support"
         )
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}

@@ -290,7 +290,7 @@ class Driver:
         return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
-        """Sample fresh, unscored responses from the present sampler; return them and its formats."""
+        """Sample fresh, unscored responses; return them and the sampler's formats."""
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(

@@ -1,10 +1,12 @@
 """A run's checkpoint folders, which saver.py fills: lists, verifies, completes (manifest and name)
 and removes them.
 
-checkpoints/step_120/ policy/           weights and optimizer: a torch_dist checkpoint ranks/
-random states and measurements of each rank sync.safetensors  state of the weight sync
-checkpoint.json   written last: every other file with its size and checksum, and the driver's
-position
+checkpoints/step_120/
+  policy/           weights and optimizer: a torch_dist checkpoint
+  ranks/            random states and measurements of each rank
+  sync.safetensors  state of the weight sync
+  checkpoint.json   written last: every other file with its size and checksum, and the driver's
+                    position
 
 A folder gets its name when it is complete; an incomplete one is called `.step_120.partial`.
 """

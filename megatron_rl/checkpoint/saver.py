@@ -97,7 +97,7 @@ class Saver:
             checkpoints.clean(root)
 
     def snapshot_rng_and_stats(self) -> None:
-        """Snapshot all state but weights and optimizer, which do not change before the next update."""
+        """Snapshot all but weights and optimizer, which do not change before the next update."""
         if self._section.every:
             self._small = (
                 *self._learner.own(),
@@ -236,7 +236,8 @@ class Saver:
             else:
                 older = "there is none yet"
             self._note(
-                f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}"
+                f"the checkpoint of step {step} was not saved ({problem}); the run continues, "
+                f"{older}"
             )
 
     def _copied(self, blocks: list[Block]) -> list[Block]:

@@ -98,7 +98,10 @@ def router(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
             "loss counts the routers' own choices, which replay does not use; use 0"
         )
     if learner.megatron.get("moe_router_fusion"):
-        yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion bypasses replay; use false"
+        yield (
+            f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which "
+            "bypasses replay; use false"
+        )
 
 
 def patches(sync: SyncSection) -> Iterator[str]:

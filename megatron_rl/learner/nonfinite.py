@@ -100,7 +100,7 @@ class NonFiniteUpdates:
     def _dump(
         self, dump_dir: Path, minibatch: Minibatch | None, metrics: Mapping[str, float]
     ) -> str:
-        """Write the update on all ranks; return how to repeat it, or why it could not be written."""
+        """Write the update on all ranks; return how to repeat it, or the error."""
         folder = dump_dir / f"nonfinite_{self._learner.steps}"
         number = self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"

@@ -66,7 +66,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
-    """Return every problem of a recipe. `complete`: its files have to exist, as for a queued job."""
+    """Return every problem of a recipe. `complete`: its files have to exist, as for a job."""
     facts, found = _facts(config, on, cards=True)
     if complete:
         found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]

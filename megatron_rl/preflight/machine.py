@@ -85,7 +85,7 @@ def own(recipe: Path, overrides: Sequence[str]) -> str:
 
 
 def named(text: str) -> Machine:
-    """Parse NODESxGPUSxNAME-GIB-HOST, where GIB (GPU memory) and HOST (node memory) are optional."""
+    """Parse NODESxGPUSxNAME-GIB-HOST; GIB (GPU memory) and HOST (node memory) are optional."""
     match = NAMED.fullmatch(text)
     if match is None:
         raise ConfigError(

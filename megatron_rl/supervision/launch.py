@@ -245,14 +245,14 @@ class RankProcesses:
         return 1
 
     def _stops(self) -> bool:
-        """True if the run is stopping on request; otherwise a rank that ends meanwhile has failed."""
+        """True if the run is stopping on request; otherwise a rank that ends has failed."""
         return self.stopping is not None and read_status(self._run.path).get("state") in (
             "starting",
             "stopped",
         )
 
     def _overdue(self) -> bool:
-        """True if a stop was requested twice, the driver is silent, or its reported time is over."""
+        """True after a second request, if the driver is silent, or its reported time is over."""
         status = read_status(self._run.path)
         silent_s = 0.0 if status.get("state") == "starting" else SILENT_S
         limit_s = (status.get("stopping") or {"limit_s": silent_s})["limit_s"]

@@ -66,7 +66,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
-    """The lines of `read_metrics`, and how many more there are that cannot be read."""
+    """Return the lines of `read_metrics` and the number of unreadable lines."""
     by_step: dict[int, dict[str, float]] = {}
     unreadable = 0
     with open_regular(path) as file:
@@ -142,7 +142,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that sums up a run."""
+    """A summary number of a run."""
 
     title: str
     form: str

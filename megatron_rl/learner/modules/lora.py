@@ -148,7 +148,7 @@ class Adapter(torch.nn.Module):
 
 @contextmanager
 def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Disable the adapters inside the context: the model is then the one that the run started from."""
+    """Disable the adapters inside the context: the model is then the initial one."""
     held = [
         adapter
         for module in modules
