@@ -157,7 +157,7 @@ RULES = {
         "Sampler and learner differ by more than the format does to activations without "
         "outliers, and by less than a wrong matrix makes. `megatron-rl mismatch` on the model "
         "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
-        "quantization.ignore or quantization=fp8. ResponseSource of another temperature or of older "
+        "quantization.ignore or quantization=fp8. Responses at another temperature or of older "
         "weights would look the same.",
         share("sync/probe_abs_diff", "sync/probe_budget"),
         1.0,
