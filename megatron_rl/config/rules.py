@@ -79,7 +79,8 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
     elif rollout.dynamic_sampling:
         found.add(
             "rollout.dynamic_sampling",
-            "with rollout.samples_per_prompt: 1 no group has reward variance; use false",
+            "a group of rollout.samples_per_prompt: 1 has no reward variance and is never "
+            "kept; use false",
         )
     return found
 
