@@ -1,5 +1,5 @@
 """Advantages of rollouts, sessions, turns from rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL),
-rejected ones left out of the baseline; DAPO's penalty for overlong responses, and its test whether
+rejected ones left out of the baseline; DAPO's penalty for overlong responses, and its check that
 the rewards of a group differ.
 
 Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_rl.batch import Share
 
 EPSILON = 1e-6
-SPREAD = 1e-6  # rewards closer than this are the same
+SPREAD = 1e-6  # rewards closer than this are equal
 
 
 def group_advantages(

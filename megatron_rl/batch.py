@@ -31,7 +31,7 @@ class Rows:
 
     prompt_lengths_B: Tensor  # int64
     response_lengths_B: Tensor
-    groups_B: Tensor  # int64: answers to one prompt of one draw
+    groups_B: Tensor  # int64: id of the responses to one prompt of one draw
 
     def __len__(self) -> int:
         return len(self.response_lengths_B)
@@ -78,7 +78,7 @@ class Rows:
 
 
 def places_of(sizes_B: Tensor, index: Tensor) -> Tensor:
-    """Where the entries of some rows are in a column with so many entries for each row."""
+    """Return the indices of the entries of some rows in a column with `sizes_B` entries per row."""
     taken = sizes_B[index]
     # where each taken row begins, in the column and in the result
     gaps = (sizes_B.cumsum(0) - sizes_B)[index] - (taken.cumsum(0) - taken)
@@ -104,10 +104,10 @@ class Batch(Table):
     tokens_P: Tensor  # int32: of each row, prompt and then response
     mask_N: Tensor  # bool: trained-on response tokens
     sampler_logprobs_N: Tensor  # float32
-    # int32: how many tokens each was drawn among, and which; None: among all
+    # int32: size and ids of each token's sampling support; None: the whole vocabulary
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
-    # int8, int16: what the engine chose, -1 where not told; None: nowhere
+    # int8, int16: experts that the engine chose, -1 if not reported; None: none reported
     experts_PLK: Tensor | None = None
     # int32: of each token, where an update came between some; None: nowhere
     versions_N: Tensor | None = None
@@ -185,7 +185,7 @@ class Replicas(Protocol):
 
 
 class OneReplica:
-    """The only replica, which has all rows."""
+    """The only replica, with all rows."""
 
     place = 0
 
@@ -271,12 +271,12 @@ def _versions(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _experts(rollouts: Sequence[Rollout]) -> Tensor | None:
-    told = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
-    if not told:
+    reported = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
+    if not reported:
         return None
     lengths = [len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts]
-    small = all(one.max(initial=0) < 128 for one in told)
-    shape = (sum(lengths), *told[0].shape[1:])
+    small = all(one.max(initial=0) < 128 for one in reported)
+    shape = (sum(lengths), *reported[0].shape[1:])
     kind = torch.int8 if small else torch.int16
     chosen_PLK = torch.full(shape, NO_EXPERT, dtype=kind)
     for part, one in zip(chosen_PLK.split(lengths), rollouts, strict=True):
@@ -307,7 +307,7 @@ def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
     if len(ids) < len(rollouts):
         raise ValueError(
-            f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were "
-            "drawn among"
+            f"{len(rollouts) - len(ids)} of {len(rollouts)} responses do not report their "
+            "sampling support"
         )
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}

@@ -33,8 +33,9 @@ def exchange(value: Any) -> list[Any]:
 
 
 MARGIN_S = 120.0
-WAIT_ON = -1  # in the place of a size: what the others wait for is still to come
-_waited_for = threading.Lock()  # held by whoever sends to all while `waited_for` is open
+WAIT_ON = -1  # sent instead of a size: the other ranks keep waiting
+# held by the thread that sends to all ranks while `waited_for` is open
+_waited_for = threading.Lock()
 _open = False
 
 
@@ -53,16 +54,16 @@ def waited_for() -> Iterator[None]:
 def collective_timeout_s(
     hang_timeout_s: float, start_timeout_s: float, request_timeout_s: float
 ) -> float:
-    """torch's own timeout: longer than any rank may be late, even where nothing watches. Rank 0
-    tells the others every now and then to wait on; in a sync they wait for three answers of the
-    engines, and first for their start.
+    """Return torch's collective timeout: longer than any rank may be late, even without a watchdog.
+    Rank 0 prolongs the wait of the others periodically; in a sync they wait for three responses of
+    the engines, and at first for their start.
     """
     return max(hang_timeout_s, start_timeout_s + 3 * request_timeout_s) + MARGIN_S
 
 
 def tell_to_wait() -> None:
-    """Called by another thread every now and then: no rank's patience with a collective ends while
-    rank 0 lives.
+    """Prolong the other ranks' wait; called periodically by another thread, so that no collective
+    times out while rank 0 lives.
     """
     with _waited_for:
         if _open and dist.is_initialized() and dist.get_world_size() > 1:

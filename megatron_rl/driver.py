@@ -1,7 +1,7 @@
 """Driver: rank 0's side of train.py's loop.
 
 It samples, scores, evaluates, records, decides when to save and stop, and provides samples to
-compare sampler and learner. Other ranks ask for its answers: rank0.py.
+compare sampler and learner. Other ranks request its results: rank0.py.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Driver:
         most = min(config.rollout.max_response_tokens, PROBE_TOKENS)
         short = replace(config.rollout, samples_per_prompt=PROBE_SAMPLES, max_response_tokens=most)
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
-        # vLLM has measured what it may take: now the learner may take what it needs
+        # vLLM has sized its memory; from now on the learner may allocate freely
         self._sleep_schedule.sleep()
 
     def _open_sessions(self, tokenizer: FolderTokenizer) -> Sessions | None:
@@ -196,7 +196,7 @@ class Driver:
         return self._sessions or self.sampler
 
     def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
-        """The held-out sets; those whose reward is the run's share its workers."""
+        """Open the held-out sets; those with the run's reward share its workers."""
         config = self._config
         evaluators = []
         pools = {str(config.reward.name): rewards}
@@ -220,18 +220,18 @@ class Driver:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a sync: an engine that sleeps wakes in the right order, answers in flight end
-        where they have to.
+        """Context of a sync: sleeping engines wake in the right order, and responses in flight are
+        drained if necessary.
         """
         with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
     def last_sync(self) -> dict[str, float]:
         """Engines' pause during the last sync, and the bytes that one of their ranks read."""
-        told = self.sampler.last_sync
+        timings = self.sampler.last_sync
         return {
-            "sync/pause_s": told["pause_s"],
-            "sync/read_bytes": float(told["nbytes"]),
+            "sync/pause_s": timings["pause_s"],
+            "sync/read_bytes": float(timings["nbytes"]),
         }
 
     def can_skip_sync(self, step: int) -> bool:
@@ -282,7 +282,7 @@ class Driver:
         return collate(self._drawn)
 
     def prompt_batch(self) -> Batch:
-        """The first prompts, as rows that hold no answer."""
+        """The first prompts, as rows with empty responses."""
         rows = (
             Rollout(**vars(NOTHING), prompt=prompt, group=group, sample=0, loss_mask=())
             for group, prompt in enumerate(self._calibration)
@@ -290,7 +290,7 @@ class Driver:
         return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
-        """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
+        """Sample fresh, unscored responses; return them and the sampler's formats."""
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(
@@ -299,16 +299,16 @@ class Driver:
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
-        """The experts that the engine chooses at each token, as in `Batch.experts_PLK`; None where
-        it is silent.
+        """Return the experts that the engine chooses at each token, as in `Batch.experts_PLK`; None
+        if not reported.
         """
         sequences = [part.tolist() for part in batch.tokens_P.split(batch.lengths_B.tolist())]
         with waited_for(), self._stop.waiting():
-            told = self.sampler.routed_experts(sequences, layers)
-        if not told:
+            routed = self.sampler.routed_experts(sequences, layers)
+        if not routed:
             return None
-        chosen_PLK = torch.full((len(batch.tokens_P), *told[0].shape[1:]), NO_EXPERT)
-        for part, one in zip(chosen_PLK.split(batch.lengths_B.tolist()), told, strict=True):
+        chosen_PLK = torch.full((len(batch.tokens_P), *routed[0].shape[1:]), NO_EXPERT)
+        for part, one in zip(chosen_PLK.split(batch.lengths_B.tolist()), routed, strict=True):
             part[: len(one)] = torch.as_tensor(one)
         return chosen_PLK
 
@@ -321,7 +321,7 @@ class Driver:
             return metrics
 
     def check_time(self) -> None:
-        """Gives the step up where the time that is left does not suffice for what follows."""
+        """Abort the step if the time left does not suffice for the next phase."""
         self._stop.check()
 
     def asked_to_stop(self) -> str | None:
@@ -349,7 +349,7 @@ class Driver:
         if not columns:
             return
         scored = self._scorer.whole(self._scored)
-        # none where the sampler is the anchor
+        # none if the sampler is the anchor
         chosen = choose(scored, columns["prox_logprobs_N"])
         self.recorder.rollouts(
             step,
@@ -361,7 +361,7 @@ class Driver:
         )
 
     def end_early(self, reason: str, kept: str) -> None:
-        """Note why the run ends here, and what it has kept if that was asked for."""
+        """Note why the run ends early, and, after a stop request, the state that was saved."""
         asked = self.asked_to_stop() is not None
         self.recorder.end_early(f"{reason}; {kept}" if asked else reason, asked=asked)
 

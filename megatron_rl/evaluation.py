@@ -1,4 +1,4 @@
-"""Evaluator of a held-out set: samples answers, scores them without a length penalty, gives
+"""Evaluator of a held-out set: samples responses, scores them without a length penalty, computes
 accuracy, pass@k, maj@k.
 """
 
@@ -51,7 +51,9 @@ class Evaluator:
         return self.metrics(self._answered(self.prompts, 0, step))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
-        """Sample and score the set, about `answers` at a time; `done` gets the count after each."""
+        """Sample and score the set, about `answers` responses at a time; `done` gets the count
+        after each.
+        """
         size = max(1, answers // self.about.samples)
         groups = list[Group]()
         for start in range(0, len(self.prompts), size):
@@ -63,7 +65,7 @@ class Evaluator:
         rollouts = self._sampler.generate(
             prompts, self._params, seed=0, first_group=first, step=step
         )
-        # of a session's branches, one
+        # one of a conversation's branches
         last = {(one.group, one.sample): one for one in rollouts}.values()
         return grouped(self._scorer.score(list(last), self._params.max_tokens))
 
@@ -83,7 +85,7 @@ class Evaluator:
         return {f"{self.about.prefix}{name}": value for name, value in found.items()}
 
     def _estimates(self, groups: Sequence[Group]) -> Iterator[tuple[str, float]]:
-        """An answer without a score counts as wrong."""
+        """Yield the metrics of the set. A response without a score counts as wrong."""
         right = [[one.verdict == Verdict.right for one in group] for group in groups]
         each: dict[str, list[float]] = {"accuracy": [fmean(verdicts) for verdicts in right]}
         for k in self.about.ks:

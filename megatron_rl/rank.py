@@ -26,7 +26,7 @@ from megatron_rl.tracking.run_dir import LAUNCHER, RunDir
 
 
 def main(run_dir: Path, parent: int) -> None:
-    # whatever nohup has left
+    # set also under nohup, which leaves the signal ignored
     signal.signal(
         process.AT_ONCE,
         process.raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL,
@@ -38,9 +38,7 @@ def main(run_dir: Path, parent: int) -> None:
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
-    except (
-        ConfigError
-    ) as error:  # its text is meant for the user; where it was raised says nothing more
+    except ConfigError as error:  # its text is meant for the user; a traceback would add nothing
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)
 
@@ -49,8 +47,8 @@ def run_rank(config: Config, run_dir: Path) -> None:
     """Run the loop as this process's rank, which the environment gives."""
     _leave_out_advice()
     rank = int(os.environ["RANK"])
-    # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends;
-    # the others follow it
+    # Slurm and torchrun signal every task: the driver handles it once it exists; the other ranks
+    # follow the driver
     if rank:
         process.leave_to_the_driver()
     else:
@@ -101,7 +99,7 @@ def alone() -> Iterator[None]:
 
 
 def _leave_out_advice() -> None:
-    """Silence warnings of Megatron and torch.distributed that every rank repeats to no use."""
+    """Silence warnings of Megatron and torch.distributed that every rank repeats."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
@@ -117,7 +115,7 @@ def force_exit_after_last_word() -> None:
 
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:
-    """A handler for SIGTERM, which Slurm also sends when another of a job's tasks has failed."""
+    """Handle SIGTERM, which Slurm also sends when another task of the job has failed."""
     if LAUNCHER not in os.environ and job.goes_on():
         raise RuntimeError(job.ANOTHER_ENDED)
     process.raise_interrupt(number, frame)

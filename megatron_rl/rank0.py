@@ -1,5 +1,5 @@
-"""Rank 0's part of the loop beside learning: samples, scores, records. Every rank calls the same
-methods; rank 0 has the driver and answers.
+"""Rank 0's part of the loop besides learning: samples, scores, records. Every rank calls the same
+methods; rank 0 runs the driver and broadcasts results.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ T = TypeVar("T")
 
 
 class Rank0:
-    """The driver as every rank sees it; `driver` is None on all ranks but the first."""
+    """Proxy of the driver on every rank; `driver` is None on all ranks but the first."""
 
     def __init__(self, driver: Driver | None) -> None:
         self._driver = driver
         self._ranks: Ranks | None = None
 
     def join(self, ranks: Ranks) -> None:
-        """Answers reach these ranks from now on."""
+        """Broadcast results to these ranks from now on."""
         self._ranks = ranks
 
     def ask(self, question: Callable[[Driver], T]) -> T:
-        """The driver's answer, on every rank; or, on every rank, that the step is given up."""
+        """Return the driver's result on every rank, or raise StepAborted on every rank."""
         assert self._ranks is not None
         answer: T = ask_driver(self._ranks, lambda: self.only(question))
         return answer
 
     def only(self, work: Callable[[Driver], T]) -> T | None:
-        """Work of the driver that other ranks neither wait for nor hear of: None there."""
+        """Run work of the driver that other ranks do not wait for; returns None there."""
         return None if self._driver is None else work(self._driver)
 
     def phase(self, name: str) -> AbstractContextManager[None]:

@@ -108,7 +108,7 @@ class Segments:
 
     @cached_property
     def _filled(self) -> np.ndarray | None:
-        """Which runs have a token; None: all."""
+        """Mask of the runs that have a token; None: all."""
         filled = self._lengths > 0
         return None if filled.all() else filled
 

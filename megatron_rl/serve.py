@@ -27,7 +27,7 @@ from megatron_rl.sampler.engine_settings import (
 )
 
 POLL_S = 1.0
-FOREVER_S = 1e9  # whoever started it has more patience, or ends it
+FOREVER_S = 1e9  # no start timeout: the process that started the server ends it
 
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
@@ -38,7 +38,7 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
             f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use"
         )
     _check_place(host, port)
-    # nohup: nobody's end is ours
+    # under nohup the server outlives its starter
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         starter = None
     else:
@@ -79,7 +79,7 @@ def _check_place(host: str, port: int) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{place}: nobody can listen there ({error.strerror or error}); choose another"
+            f"{place}: cannot listen there ({error.strerror or error}); choose another"
         ) from None
 
 

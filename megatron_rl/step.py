@@ -74,7 +74,7 @@ class CorrectedBatch:
         )
 
     def completed(self, own_N: Tensor | None) -> CorrectedBatch:
-        """The step after its updates, whose own pass may complete the correction."""
+        """Return the batch after its updates, whose forward pass may complete the correction."""
         if own_N is None:
             return self
         given = self.share, self.config.correction, self.config.advantage

@@ -41,7 +41,7 @@ from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.probe_budget import Numerics
 from megatron_rl.weight_sync.push import WeightSync
 
-ROUTED_ROWS = 8  # of a probe's answers, one request each
+ROUTED_ROWS = 8  # responses of a probe, one request each
 
 
 def train(
@@ -66,7 +66,7 @@ def train(
         enable_expandable_segments(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(model, config, run_dir / "dumps", rank0.note)
-        # after the driver's last word: a rank that leaves ends the ones that still wait for it
+        # after the driver has finished: a rank that leaves ends those that still wait for it
         after_driver.callback(learner.close)
         rank0.join(learner)
         sync = WeightSync(learner, rank0.only(lambda driver: driver.sampler), config)
@@ -93,16 +93,16 @@ def train(
 
 
 def load_or_resume(config: Config, rank0: Rank0, learner: Learner, saver: Saver) -> Progress:
-    """The policy as it is at the start, or as a checkpoint has it."""
+    """Load the initial policy or a checkpoint; return the progress."""
     folder = rank0.ask(lambda driver: str(driver.resumes.path) if driver.resumes else None)
-    # the reference is what the run began with; checkpoints of adapters are nothing without it
+    # the reference is the initial policy; checkpoints of adapters depend on it
     if folder is None or config.loss.needs_reference or config.learner.lora.rank:
         load_policy(learner, config.model, config.run.seed, config.loss.needs_reference)
     if folder is None:
         if config.quantization.smoothing or config.quantization.kv_cache != schema.KvCache.none:
-            # both have to have seen a pass before a sync
+            # both need a forward pass before a sync
             learner.logprobs(rank0.ask(Driver.prompt_batch))
-            learner.take_replayed()  # of no sampler's
+            learner.take_replayed()  # discard: not routed by a sampler
         return Progress()
     found = checkpoints.read(Path(folder))
     saver.load(found)
@@ -126,7 +126,7 @@ def loop(
     saver: Saver,
     at: Progress,
 ) -> None:
-    """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
+    """Run the steps after `at` up to run.steps; the sampler starts with the policy of `at`."""
     try:
         at, stop = sync_and_log(at, config, rank0, learner, sync, saver, first=True)
         while at.step < config.run.steps and not stop:
@@ -134,11 +134,12 @@ def loop(
                 at = train_step(at, config, rank0, learner)
             at, stop = sync_and_log(at, config, rank0, learner, sync, saver)
     except StepAborted as given_up:
-        # by every rank: what the step has not changed is kept, unless it is already
+        # on every rank: save the state that an aborted step has not changed, unless it is saved
+        # already
         stop = str(given_up)
         with rank0.phase("checkpoint"):
             saver.close()
-            # rank 0 knows: its folder's name may have failed where the other ranks' part did not
+            # rank 0 decides: renaming the folder may have failed although all parts were written
             if rank0.ask(lambda _: at.step > 0 and saver.newest != at.step):
                 save_if_due(at, {}, True, rank0, saver)
     saver.close()
@@ -162,10 +163,10 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     with rank0.phase("correction"):
         work = CorrectedBatch.corrected(config, share, at.step, anchor_N)
         targets = work.targets(reference_N)
-        # the last moment in which the step can be given up without a trace
+        # the last point at which the step can be aborted without a trace
         rank0.ask(Driver.check_time)
     with rank0.phase("update"):
-        learner.take_replayed()  # of other weights: a reference's, the last sync's
+        learner.take_replayed()  # discard: from other weights (the reference, the last sync)
         updates = combine([learner.update(share, targets, rows) for rows in share.minibatches])
         if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed())
@@ -191,15 +192,15 @@ def sync_and_log(
     saver: Saver,
     first: bool = False,
 ) -> tuple[Progress, str | None]:
-    """Sync weights, evaluate, log the step's metrics, save a checkpoint where due; why the run ends
-    here, if so.
+    """Sync weights, evaluate, log the step's metrics, save a checkpoint if due; return the reason
+    if the run ends here.
     """
     step = at.step
     end = config.run.steps
     saver.snapshot_rng_and_stats()
     rank0.ask(Driver.check_time)
     synced = sync_weights(step, end, config.sync, rank0, learner, sync, first)
-    if at.line is None:  # by an attempt before this one
+    if at.line is None:  # logged by an earlier attempt
         rank0.only(lambda driver: driver.recorder.skip())
         return at, None
     evaluated = evaluate(step, end, config.eval, rank0)
@@ -217,7 +218,7 @@ def sync_and_log(
 
 
 def anchor_logprobs(learner: Learner, share: Share, config: Config) -> torch.Tensor | None:
-    """p: the policy's own logprobs before the update. None where the update's forward pass gives
+    """Return p, the policy's logprobs before the update; None if the update's forward pass provides
     them in time.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
@@ -228,7 +229,7 @@ def anchor_logprobs(learner: Learner, share: Share, config: Config) -> torch.Ten
 
 
 def learner_estimate(learner: Learner, rank0: Rank0) -> dict[str, float]:
-    """Mean reward under the learner, over all samples; dropped groups get a forward pass too."""
+    """Return the estimated mean reward of the learner over all samples, dropped groups included."""
     share = learner.split(rank0.only(Driver.drawn_batch))
     return learner_reward(learner.logprobs(share), share)
 
@@ -242,9 +243,9 @@ def sync_weights(
     sync: WeightSync,
     first: bool = False,
 ) -> dict[str, float]:
-    """Sync weights to the sampler where that is due, and probe them where that is."""
-    learner.release_memory()  # without a sync the engine wakes for its next answers
-    # the last evaluation is of the last policy
+    """Sync weights to the sampler and run the logprob probe, each if due."""
+    learner.release_memory()  # without a sync the engine wakes for the next rollouts
+    # the last evaluation uses the final policy
     if step % section.every and step != end and not first:
         return {}
     with rank0.phase("sync"):
@@ -259,7 +260,7 @@ def sync_weights(
                 or not rank0.ask(lambda driver: driver.can_skip_sync(following))
             ):
                 raise
-            rank0.note(f"sync     policy version {step} is left out: {refused}")
+            rank0.note(f"sync     policy version {step} is skipped: {refused}")
             return {"sync/refused": 1.0}
         metrics = report.metrics() | rank0.ask(Driver.last_sync)
         if report.first_failure:
@@ -318,8 +319,8 @@ def _numerics(learner: schema.LearnerSection) -> Numerics:
 
 
 def flips(batch: Batch, rank0: Rank0, learner: Learner) -> dict[str, float]:
-    """MoE metrics: how often the learner's routers choose other experts than the engine's, where it
-    reports its own.
+    """Return MoE metrics: share of tokens that the learner's routers send to other experts than the
+    engine's, if it reports them.
     """
     if not learner.shape.experts:
         return {}
@@ -340,7 +341,7 @@ def evaluate(step: int, end: int, section: schema.EvalSection, rank0: Rank0) -> 
 def save_if_due(
     at: Progress, evaluated: dict[str, float], ending: bool, rank0: Rank0, saver: Saver
 ) -> None:
-    """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
+    """Start a checkpoint if one is due; publish the previous one once it is on disk."""
     saver.settle()
     about = rank0.ask(lambda driver: driver.to_keep(at, evaluated, saver.seconds, ending))
     if about is not None:
@@ -348,5 +349,5 @@ def save_if_due(
 
 
 def due(step: int, every: int) -> bool:
-    """At the start, and then every so many steps; with 0, at the start only."""
+    """Return True at the start and every `every` steps; with 0, at the start only."""
     return step == 0 or (every > 0 and step % every == 0)

@@ -45,16 +45,16 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
-    candidates: int = 0  # tokens whose logprobs tell what top_k and top_p have kept; 0: nobody asks
-    tools: ToolFormat | None = None  # None: nobody asks for tool calls
+    candidates: int = 0  # number of top logprobs that show the sampling support; 0: not requested
+    tools: ToolFormat | None = None  # None: tool calls are not parsed
 
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """An answer of a conversation, and what followed it."""
+    """A response in a conversation, and the reply to it."""
 
     reward: float | None = None
-    advantage: float | None = None  # the environment's own
+    advantage: float | None = None  # set by the environment
     tool_calls: int = 0
     tool_seconds: float = 0.0
     tokens: int = 0
@@ -67,19 +67,19 @@ class Session:
 
     turns: Sequence[SessionTurn]
     rows: int = 1  # branches: 1 where it never forked
-    # the sum of its turns'; None: the recipe's reward judges the last answer
+    # the sum of its turns' rewards; None: the recipe's reward scores the last response
     reward: float | None = None
-    error: str | None = None  # why it has no reward
+    error: str | None = None  # reason if it has no reward
     end: str = "done"  # done | turns | length | refused | error
-    numbers: Mapping[str, float] = field(default_factory=dict)  # the environment's, for the metrics
+    numbers: Mapping[str, float] = field(default_factory=dict)  # metrics of the environment
     # failed calls, cut observations, restarts, ...
     counts: Mapping[str, float] = field(default_factory=dict)
-    answer: str = ""  # the last answer's text
-    conversation: str = ""  # what was asked in the last branch, as JSON, for the record
+    answer: str = ""  # text of the last response
+    conversation: str = ""  # messages of the last branch, as JSON, for the record
 
 
 FinishReason = Literal["stop", "length", "abort"]
-if TYPE_CHECKING:  # whatever is given becomes an array
+if TYPE_CHECKING:  # any sequence becomes an array
     Ints = Sequence[int]
     Floats = Sequence[float]
 else:  # before Python 3.12 an array takes no parameter where the program runs
@@ -99,31 +99,30 @@ TYPE_CODES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call that the engine found in an answer."""
+    """A tool call that the engine parsed from a response."""
 
     name: str
-    arguments: str  # JSON, or what was meant to be
+    arguments: str  # JSON, possibly invalid
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The tokens that an engine sampled for one request, in arrays: a step of DAPO has a hundred
-    million. It travels from the engine as it is (`processes/channel.py`).
+    """Tokens that an engine sampled for one request, in arrays: a step of DAPO has a hundred
+    million. Sent from the engine unchanged (`processes/channel.py`).
     """
 
     token_ids: Ints
-    logprobs: Floats  # the sampler's, NaN where it reported none
+    logprobs: Floats  # the sampler's, NaN if not reported
     finish_reason: FinishReason
-    policy_version: int  # of its first token, the oldest one
-    versions: Ints | None = None  # of each token, where an update came between; None: all one
-    # which tokens each was drawn among, one position after the other, and how many at each;
-    # None: among all
+    policy_version: int  # of its first token, the oldest version
+    versions: Ints | None = None  # of each token, if an update interrupted it; None: one version
+    # sampling support of each token, concatenated, and its size at each; None: the whole vocabulary
     kept_ids: Ints | None = None
     kept_counts: Ints | None = None
-    # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's first on;
-    # None: not told
+    # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's
+    # first on; None: not reported
     experts_SLK: np.ndarray | None = None
-    content: str | None = None  # the text without tool calls; None: nobody has looked for any
+    content: str | None = None  # the text without tool calls; None: not parsed
     calls: Sequence[ToolCall] = ()
 
     def __post_init__(self) -> None:
@@ -138,7 +137,7 @@ class Completion:
         return {self.policy_version, *(self.versions or ())}
 
     def first(self, count: int, prompt: int) -> Self:
-        """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
+        """Return its first tokens, as if it had ended there; `prompt`: number of prompt tokens."""
         counts = self.kept_counts and self.kept_counts[:count]
         versions = self.versions and self.versions[:count]
         experts_SLK = self.experts_SLK
@@ -165,27 +164,27 @@ class Rollout(Completion):
 
     prompt: Prompt
     group: int  # unique within a run: rollouts of one prompt in one draw share it
-    sample: int  # which of the group's samples
-    loss_mask: Sequence[int]  # 0: text the policy did not write (tools, other turns)
-    format: str = ""  # weight format of the engine that answered; empty where there was none
+    sample: int  # index of the sample in its group
+    loss_mask: Sequence[int]  # 0: text not written by the policy (tools, other turns)
+    format: str = ""  # weight format of the engine; empty if there was none
     # the turn that each token was sampled in, -1: in none; None: all in one
     turns: Sequence[int] | None = None
-    # what each token's return differs from the reward, or its advantage: environment.credit;
+    # difference of each token's return from the reward, or its advantage (environment.credit);
     # None: the reward
     credit: Sequence[float] | None = None
-    session: Session | None = None  # None: a single answer
-    row: int = 0  # which branch of the session
+    session: Session | None = None  # None: a single response
+    row: int = 0  # index of the branch in the session
 
 
 def written(length: int, by_policy: bool = True) -> array[int]:
-    """The loss mask of an answer that one hand wrote."""
+    """Return the loss mask of a response with a single author."""
     return array("b", [by_policy]) * length
 
 
-NO_EXPERT = -1  # of a token whose experts nobody has told, or of a layer without
-LARGEST_NUMBER = 1e30  # of rewards and what is reported beside: sums of them are finite in float32
-RIGHT = 1.0  # the reward of a right answer
-NEARLY_RIGHT = RIGHT - 1e-6  # where parts of it were added up
+NO_EXPERT = -1  # marks a token without reported experts, or a layer without experts
+LARGEST_NUMBER = 1e30  # bound of rewards and reported numbers, so that float32 sums are finite
+RIGHT = 1.0  # reward of a right response
+NEARLY_RIGHT = RIGHT - 1e-6  # tolerance for a reward added up from parts
 
 
 class Verdict(StrEnum):
@@ -199,10 +198,10 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Scored:
     rollout: Rollout
-    reward: float  # 0 where there is no score
-    # why there is none (a timeout, an exception): the answer is not trained on
+    reward: float  # 0 if there is no score
+    # reason if there is no score (timeout, exception); the response is then not trained on
     error: str | None = None
     text: str = ""
-    verdict: Verdict | None = None  # None: nobody has judged it
-    details: Mapping[str, float] = field(default_factory=dict)  # what else the reward measured
-    answer: str | None = None  # what the reward found in the response: answers vote by it
+    verdict: Verdict | None = None  # None: not judged
+    details: Mapping[str, float] = field(default_factory=dict)  # further numbers of the reward
+    answer: str | None = None  # answer extracted from the response; used for majority votes

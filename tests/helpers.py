@@ -52,7 +52,7 @@ class Command:
 def _elsewhere(said: str) -> str:
     """The output on any CPU, without the line on missing BF16 instructions."""
     return "".join(
-        line for line in said.splitlines(keepends=True) if "this host multiplies BF16" not in line
+        line for line in said.splitlines(keepends=True) if "this CPU multiplies BF16" not in line
     )
 
 

@@ -4,11 +4,11 @@ and removes them.
 checkpoints/step_120/
   policy/           weights and optimizer: a torch_dist checkpoint
   ranks/            random states and measurements of each rank
-  sync.safetensors  what the next sync builds on
+  sync.safetensors  state of the weight sync
   checkpoint.json   written last: every other file with its size and checksum, and the driver's
                     position
 
-A folder gets its name when it is complete; what a killed run left is called `.step_120.partial`.
+A folder gets its name when it is complete; an incomplete one is called `.step_120.partial`.
 """
 
 import json
@@ -47,16 +47,16 @@ class TornCheckpoint(ConfigError):
 
 
 class DriverState(msgspec.Struct, frozen=True):
-    """The part of a manifest that rank 0 goes on from."""
+    """State of rank 0 in a manifest, to resume from."""
 
     position: Count
     seen: dict[str, Count]
     line: str | None = None
-    data: str | None = None  # the checksum of the prompts and answers that it counts in
+    data: str | None = None  # checksum of the prompts and answers that the position refers to
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint as its manifest describes it, which may come from anywhere."""
+    """Manifest of a checkpoint; untrusted input."""
 
     path: Path
     step: Count
@@ -65,7 +65,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     driver: DriverState
     files: dict[str, tuple[Count, str]]  # name -> bytes, checksum
     time: str
-    best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
+    best: tuple[str, float] | None = None  # metric for which it was kept, and its value
 
     @property
     def said(self) -> bool:
@@ -86,27 +86,27 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """The steps of everything that calls itself a checkpoint, the newest first."""
-    entries = root.iterdir() if root.is_dir() else ()  # raises for a folder that cannot be read
+    """Return the steps of all checkpoint folders, complete or not, newest first."""
+    entries = root.iterdir() if root.is_dir() else ()  # raises if the folder cannot be read
     found = [NAME.fullmatch(entry.name) for entry in entries if entry.is_dir()]
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 
 def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
-    """The last act of a save: the manifest, and the name. `files` are those of `digest`."""
+    """Finish a save: write the manifest and rename the folder. `files` are those of `digest`."""
     manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
     write_whole(
         partial / MANIFEST,
         json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1),
     )
     final = path_of(root, about["step"])
-    remove(final)  # of an attempt that went on from an older one
+    remove(final)  # left by an attempt that resumed from an older checkpoint
     publish_folder(partial, final)
     return read(final)
 
 
 def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """Bytes and checksum of what is on disk. `between`: called after each piece that was read."""
+    """Return size and checksum of a file on disk. `between`: called after each piece read."""
     state = xxhash.xxh3_64()
     with open_regular(path) as file:
         while piece := file.read(1 << 22):
@@ -116,7 +116,7 @@ def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int,
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint by its manifest; the files are not looked at."""
+    """Read the manifest of a checkpoint without checking its files."""
     if path.is_symlink():
         raise TornCheckpoint(f"{path} is a link; put the folder itself there")
     if not os.path.lexists(path / MANIFEST):
@@ -153,7 +153,7 @@ def verify(path: Path) -> Checkpoint:
             raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
         if not same:
             raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
-    try:  # as far as headers and indexes say
+    try:  # by headers and indexes
         if not read_index(path / POLICY):
             raise ValueError(f"{path / POLICY} holds no tensors")
         if SYNC not in found.files:
@@ -162,17 +162,17 @@ def verify(path: Path) -> Checkpoint:
             if name == SYNC or name.startswith(f"{RANKS}/"):
                 stored_tensors(path / name)
     except (OSError, ValueError) as error:
-        raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
+        raise TornCheckpoint(f"{path} cannot be resumed from: {error}") from None
     return found
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """Complete checkpoints, the newest first. Incomplete ones are left in place and noted."""
+    """Yield complete checkpoints, newest first; incomplete ones are left in place and noted."""
     for step in steps(root):
         try:
             found = verify(path_of(root, step))
         except TornCheckpoint as error:
-            note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
+            note(f"the checkpoint of step {step} is incomplete and skipped: {error}")
         else:
             yield found
 
@@ -192,13 +192,13 @@ def prune(root: Path, keep_last: int, metric: str | None) -> list[int]:
 
 
 def clean(root: Path) -> None:
-    """Removes what an earlier attempt had begun to save."""
+    """Remove incomplete saves of earlier attempts."""
     for entry in root.glob(".step_*.partial"):
         remove(entry)
 
 
 def forget_after(root: Path, step: int) -> None:
-    """A run that goes on from an older checkpoint writes the newer ones again."""
+    """Remove checkpoints after `step`: a run that resumes from an older one writes them again."""
     for newer in steps(root):
         if newer > step:
             remove(path_of(root, newer))

@@ -1,5 +1,5 @@
-"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint (before a gap in
-the records), cuts records back to its step and removes newer rollouts and checkpoints; saver.py
+"""Resuming a run: refuses changed keys or data, picks the newest complete checkpoint (before a gap
+in the records), cuts records back to its step and removes newer rollouts and checkpoints; saver.py
 loads the state.
 """
 
@@ -15,7 +15,7 @@ from megatron_rl.config.load import recorded as recorded_mapping
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.files import open_regular, replacing
 
-# what a run may go on with changed: how long, what is written down, on which machines
+# keys that may change on resume: length, records, machines
 MAY_CHANGE = (
     "run.root",
     "run.steps",
@@ -47,7 +47,7 @@ MAY_CHANGE = (
     "sync.probe_every",
     "sync.probe_budget",
 )
-FIXED = "learner.lora."  # what all of a run's checkpoints hold
+FIXED = "learner.lora."  # fixed for all checkpoints of a run
 NONE = "(none)"  # a key that one of two recipes does not have
 
 
@@ -67,7 +67,7 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     if found:
         listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
         names = ", ".join(key for key, *_ in found if not key.startswith(FIXED))
-        hint = f", or go on with the change: run.resume_allow=[{names}]"
+        hint = f", or resume with the change: run.resume_allow=[{names}]"
         if any(key.startswith(FIXED) for key, *_ in found):
             hint = f". Other adapters than the checkpoints' need a run of their own ({FIXED}*)"
         raise ConfigError(
@@ -83,13 +83,13 @@ def refuse_other_data(
     if recorded not in (None, found) and "data.train" not in allowed:
         raise ConfigError(
             f"data.train: prompts or answers in {where} are not those that the run has drawn from "
-            "so far: some would come twice, others never. Put the old rows back in their order, "
-            "or go on from the same place in the new ones: run.resume_allow=[data.train]"
+            "so far: some prompts would be repeated, others skipped. Restore the old order, "
+            "or resume at the same position in the new ones: run.resume_allow=[data.train]"
         )
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of what differs."""
+    """Yield (key, old value, new value) of each difference."""
     before = dict(flatten(old))
     after = dict(flatten(new))
     for key in sorted(before.keys() | after.keys()):
@@ -100,8 +100,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; if the records have a gap before it (a full disk), the newest
-    from before that.
+    """Return the newest complete checkpoint; if the records have a gap (a full disk), the newest
+    before it.
     """
     newest = None
     for found in checkpoints.whole_ones(run / "checkpoints", note):
@@ -114,14 +114,14 @@ def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
         newest = newest or found
     if newest:
         note(
-            f"no checkpoint is from before the gap: the run goes on after step {newest.step}, and "
+            f"no checkpoint is from before the gap: the run resumes after step {newest.step}, and "
             "the gap stays"
         )
     return newest
 
 
 def gap(run: Path, step: int, said: bool = True) -> str | None:
-    """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
+    """Describe the first missing line up to a step in an existing file. `said`: as in `rewind`."""
     for name, first, last in (
         ("metrics.jsonl", 0, step if said else step - 1),
         ("ledger.jsonl", 1, step),
@@ -134,8 +134,8 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
 
 
 def rewind(run: Path, step: int, said: bool = True) -> None:
-    """The records as they were after a step; without its line of metrics, where that was not `said`
-    before the save.
+    """Cut the records back to a step; without its line of metrics if that was written after the
+    save (`said`).
     """
     _keep_lines(run / "metrics.jsonl", step if said else step - 1)
     _keep_lines(run / "ledger.jsonl", step)

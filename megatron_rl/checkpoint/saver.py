@@ -1,10 +1,10 @@
 """Saver and loader of checkpoints, one on every rank: it copies the learner's and the weight sync's
-state into memory, and a thread writes the files while training goes on.
+state into memory, and a thread writes the files while training continues.
 
 Every rank calls the same methods at the same steps. All but weights and optimizer is saved as at
-the last `snapshot_rng_and_stats`: a step that is given up before its update leaves no trace. The
-thread rests where the learner needs the same cores. Once every rank's is done, rank 0 gives the
-folder its name.
+the last `snapshot_rng_and_stats`: a step that is aborted before its update leaves no trace. The
+thread is throttled if it shares cores with the learner. When every rank is done, rank 0 renames the
+folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedSync(Protocol):
 
 
 class SavedLearner(Protocol):
-    """The learner, as far as a checkpoint has to do with it (learner/state.py)."""
+    """Interface of the learner to checkpoints (learner/state.py)."""
 
     rank: int
     is_driver: bool
@@ -69,8 +69,8 @@ class SavedLearner(Protocol):
 
 
 class Saver:
-    """The saving of one rank. A save that fails is reported and forgotten: run and older
-    checkpoints go on.
+    """Saver of one rank. A failed save is reported; the run continues, and older checkpoints are
+    kept.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class Saver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
         self._small: _Small | None = None
-        self.newest: int | None = None  # the step of what was saved, or loaded
-        self.seconds: float | None = None  # the longest save so far
-        self.metrics: dict[str, float] = {}  # saves in a row that failed, once one has
+        self.newest: int | None = None  # step of the last save or load
+        self.seconds: float | None = None  # duration of the longest save so far
+        # number of consecutive failed saves, once one has failed
+        self.metrics: dict[str, float] = {}
         if learner.is_driver:
             checkpoints.clean(root)
 
     def snapshot_rng_and_stats(self) -> None:
-        """Weights and optimizer stay as they are until the next update: remember the rest."""
+        """Snapshot all but weights and optimizer, which do not change before the next update."""
         if self._section.every:
             self._small = (
                 *self._learner.own(),
@@ -104,7 +105,7 @@ class Saver:
             )
 
     def begin(self, step: int, about: Mapping[str, Any]) -> None:
-        """Copy everything, and start to write. `about`: what the run itself wants to know again."""
+        """Copy the state and start to write. `about`: the run's own state."""
         begun = time.monotonic()
         self.settle(wait=True)
         partial = checkpoints.partial_of(self._root, step)
@@ -112,7 +113,7 @@ class Saver:
         if self._learner.is_driver:
             try:
                 remove(partial)
-                # a run's directory that is gone stays so
+                # never recreate a run's directory that was removed
                 for folder in (
                     partial,
                     partial / POLICY,
@@ -142,7 +143,7 @@ class Saver:
 
     @property
     def kept(self) -> str:
-        """A sentence on what a run that ends now leaves to go on from."""
+        """Describe the state that can be resumed if the run ends now."""
         if self.newest is not None:
             return f"the state after step {self.newest} is kept"
         if self._section.every:
@@ -186,15 +187,15 @@ class Saver:
             RuntimeError,
             SafetensorError,
         ) as error:
-            # whole by its checksums, so that no older one was taken instead
+            # its checksums are right, so that no older one was chosen
             raise TornCheckpoint(
-                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it "
-                "away to go on from an older one"
+                f"{found.path} cannot be resumed from ({type(error).__name__}: {error}); move it "
+                "away to resume from an older one"
             ) from error
 
     def _load(self, found: Checkpoint) -> None:
         self._learner.restore(Reader(found.path / POLICY), found.updates)
-        # where the line is still to be written, the sync of this step is, too
+        # if the metrics of this step are not written yet, its sync is not done either
         self._sync.restore(read_tensors(found.path / SYNC)[0], repeats=found.said)
         self.newest = found.step
         if dict(found.layout) == asdict(self._learner.layout):
@@ -235,11 +236,12 @@ class Saver:
             else:
                 older = "there is none yet"
             self._note(
-                f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}"
+                f"the checkpoint of step {step} was not saved ({problem}); the run continues, "
+                f"{older}"
             )
 
     def _copied(self, blocks: list[Block]) -> list[Block]:
-        """The blocks' values, in memory that is used again for the next save."""
+        """Copy the blocks' values into memory that the next save reuses."""
         sizes = [-(-block.tensor.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks]
         if self._buffer.numel() < sum(sizes):
             pinned = self._learner.device.type != "cpu"
@@ -272,7 +274,7 @@ class _Save:
     future: Future[dict[str, Any]]
 
     def outcome(self) -> dict[str, Any]:
-        """The part of this rank, once it is written, as the other ranks have to know it."""
+        """Result of this rank's part of the save, for the other ranks."""
         error = self.future.exception()
         if error is None:
             return self.future.result()
@@ -282,7 +284,7 @@ class _Save:
 def _write(
     partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Throttle
 ) -> dict[str, Any]:
-    """This rank's files; returns what the index and the manifest must know of them."""
+    """Write this rank's files; return their entries for the index and the manifest."""
     own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"
     written = write_blocks(policy, blocks, pace)

@@ -1,5 +1,5 @@
-"""Every key, its type and bounds; recipes and overrides to one frozen Config. Needs no other
-room.
+"""Configuration: keys, types and bounds; recipes and overrides to one frozen Config. Independent of
+other packages.
 """
 
 from megatron_rl.config.layers import ConfigError

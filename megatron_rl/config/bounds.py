@@ -1,6 +1,6 @@
 """Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)]
 = 1`), also of keys in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value
-as messages show it; `did_you_mean`: a known name for a misspelt one.
+as messages show it; `did_you_mean`: the known name closest to a misspelt one.
 """
 
 import difflib
@@ -27,9 +27,7 @@ class Bound:
 
 
 class Inside(dict[str, Bound]):
-    """Bounds of keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is
-    theirs to say.
-    """
+    """Bounds of keys in a map for megatron-core or vLLM, which validate the others."""
 
 
 def at_least(least: float, expected: str = "") -> Bound:
@@ -59,7 +57,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_interval(value: Any) -> bool:
-    """Steps, or minutes such as 30min."""
+    """Return True for steps, or minutes such as 30min."""
     if isinstance(value, int):
         return value >= 0
     return re.fullmatch(rf"\d+(\.\d+)?{MINUTES}", value) is not None
@@ -70,12 +68,12 @@ def is_weight(value: Any) -> bool:
 
 
 def is_source(value: Any) -> bool:
-    """A file, or several with a weight above 0 each."""
+    """Return True for a file, or several with a weight above 0 each."""
     return is_reward(value, is_weight)
 
 
 def is_reward(value: Any, weighs: Callable[[Any], bool] = is_number) -> bool:
-    """A name, or several with a weight each."""
+    """Return True for a name, or several with a weight each."""
     if isinstance(value, Mapping):
         return bool(value) and all(
             isinstance(name, str) and weighs(weight) for name, weight in value.items()
@@ -84,7 +82,7 @@ def is_reward(value: Any, weighs: Callable[[Any], bool] = is_number) -> bool:
 
 
 def are_modules(entries: Iterable[str]) -> bool:
-    """Names of modules, and regular expressions after re:."""
+    """Return True for names of modules, and regular expressions after re:."""
     try:
         for entry in entries:
             re.compile(entry[3:] if entry.startswith("re:") else "")
@@ -98,7 +96,7 @@ def are_set_names(sets: Iterable[str]) -> bool:
 
 
 def is_folder_name(name: str) -> bool:
-    """One component of a path, which no file system and no command takes for something else."""
+    """Return True for a single path component that is safe in every file system and command."""
     return (
         name.isprintable()
         and name.strip(" ") == name
@@ -166,7 +164,7 @@ Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0"
 
 
 def as_written(value: object) -> str:
-    """A value as messages show it: nearly as YAML writes it."""
+    """Format a value for messages, nearly as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -181,6 +179,6 @@ def as_written(value: object) -> str:
 def did_you_mean(
     name: str, known: Iterable[str], words: str = "did you mean {}?", cutoff: float = 0.6
 ) -> str:
-    """The known name that a name is nearest to, in these words; empty where none is near."""
+    """Format the known name closest to `name` with `words`; return "" if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return words.format(*near) if near else ""

@@ -55,111 +55,113 @@ else:
 
 class IfExists(StrEnum):
     refuse = "refuse"  # an error
-    archive = "archive"  # it is moved aside
-    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
+    archive = "archive"  # the old folder is renamed
+    # resume from the newest complete checkpoint; start a new run if there is none
+    resume = "resume"
 
 
 class RolloutSource(StrEnum):
-    sampler = "sampler"  # reinforcement learning: the policy answers
-    dataset = "dataset"  # supervised warm start: the data set's own answers
+    sampler = "sampler"  # reinforcement learning: responses are sampled from the policy
+    dataset = "dataset"  # supervised warm start: responses are the data set's own answers
 
 
 class History(StrEnum):
-    # as the chat template writes the conversation: it forks where that changes what was said
+    # the chat template renders the conversation, which forks if that changes earlier turns
     template = "template"
-    # a turn goes on behind the exact tokens before it, even where the template would not have those
+    # a turn continues the exact tokens before it, even if the template would render others
     append = "append"
 
 
 class Credit(StrEnum):
-    outcome = "outcome"  # the sum of a session's rewards, on all of its turns
-    turns = "turns"  # what was earned from a turn on, less the group's mean of whole sessions
-    environment = "environment"  # the advantage that the environment says of each turn
+    outcome = "outcome"  # the sum of a conversation's rewards, on all of its turns
+    turns = "turns"  # the return from a turn on, less the group's mean over conversations
+    environment = "environment"  # the environment reports the advantage of each turn
 
 
 class InFlight(StrEnum):
-    # answers that are begun end with the weights that they began with; the update waits
+    # responses in flight finish with the old weights; the update waits
     drain = "drain"
-    interrupt = "interrupt"  # the update comes between two of their tokens
+    interrupt = "interrupt"  # the update is applied between two tokens of a response
 
 
 class Format(StrEnum):
     none = "none"  # BF16
-    int8 = "int8"  # each output channel and each token with a scale of its own
-    # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
+    int8 = "int8"  # a scale per output channel and per token
+    # INT4 values stored as INT8, for experiments on the effect of 4 bits; saves no memory
     int4 = "int4"
     fp8 = "fp8"  # e4m3, scales as int8's
-    fp8_block = "fp8_block"  # e4m3, a scale for each block of 128 x 128 weights
+    fp8_block = "fp8_block"  # e4m3, a scale per block of 128 x 128 weights
 
 
 class KvCache(StrEnum):
-    none = "none"  # as the weights' activations: BF16
-    fp8 = "fp8"  # scales measured on the learner's forward pass, sent with the weights
+    none = "none"  # BF16, as the activations
+    fp8 = "fp8"  # scales are measured in the learner's forward pass and sent with the weights
 
 
 class Sleep(StrEnum):
-    none = "none"  # it stays as it is
-    offload = "offload"  # weights wait on the host
-    discard = "discard"  # weights are given up: the next sync brings all of them
+    none = "none"  # the engine stays awake
+    offload = "offload"  # weights are kept in CPU memory
+    discard = "discard"  # weights are dropped; the next sync sends all of them
 
 
 class Offload(StrEnum):
-    none = "none"  # all stays
-    optimizer = "optimizer"  # its masters and moments; gradients' memory is given back
+    none = "none"  # nothing is moved
+    optimizer = "optimizer"  # master weights and moments; memory of gradients is released
 
 
 class Recompute(StrEnum):
-    # the least with which an update fits the GPU by the plan: nothing, some layers, or all
+    # the least recomputation with which an update fits the GPU by estimate: none, some layers, or
+    # all
     auto = "auto"
     none = "none"
-    selective = "selective"  # the parts of each layer that learner.megatron.recompute_modules names
-    full = "full"  # each layer, from its input
+    selective = "selective"  # the modules in learner.megatron.recompute_modules
+    full = "full"  # whole layers, from their inputs
 
 
 class Wandb(StrEnum):
-    none = "none"  # it is not
+    none = "none"  # off
     auto = "auto"  # online with a key, offline without
     offline = "offline"
     online = "online"
 
 
 class Forward(StrEnum):
-    bf16 = "bf16"  # plain layers, in learner.precision
-    # linear layers that the sampler holds quantized are computed as it computes them
+    bf16 = "bf16"  # unquantized layers, in learner.precision
+    # layers that are quantized in the sampler use its arithmetic
     as_sampler = "as_sampler"
 
 
 class Router(StrEnum):
-    own = "own"  # the learner's routers choose
-    # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
+    own = "own"  # the learner's own routers
+    # experts are those that the sampler chose, with the gate weights of the learner
     replay = "replay"
 
 
 class Transport(StrEnum):
-    file = "file"  # through files, in memory or on a shared disk
-    ipc = "ipc"  # between processes that share a GPU
-    nccl = "nccl"  # between GPUs
+    file = "file"  # files in shared memory or on a shared disk
+    ipc = "ipc"  # CUDA IPC between processes that share a GPU
+    nccl = "nccl"  # NCCL between different GPUs
 
 
 class Estimator(StrEnum):
-    grpo = "grpo"  # less the group's mean, over its deviation
+    grpo = "grpo"  # (r - group mean) / group std
     dr_grpo = "dr_grpo"  # less the group's mean
     rloo = "rloo"  # less the others' mean
     reinforce_pp = "reinforce_pp"  # less the batch's mean, over its deviation
     maxrl = "maxrl"  # less the group's mean, over that mean
-    none = "none"  # advantage 1 everywhere: the supervised warm start
+    none = "none"  # advantage 1 everywhere, for the supervised warm start
 
 
 @dataclass(frozen=True)
 class AlarmSetting:
     on: bool = True
-    stops: bool = False  # ends the run; else it warns
+    stops: bool = False  # if true, the alarm stops the run; else it warns
     bound: float | None = None  # None: the rule's own (tracking/alarms.py)
 
 
 def alarm_setting(value: Any) -> AlarmSetting | None:
-    """What a recipe's `log.alarms` says of one alarm; None where that cannot be read."""
-    if value in (False, "off"):  # YAML takes a bare `off` for false
+    """Return the setting of an alarm from the value in `log.alarms`; None if it is invalid."""
+    if value in (False, "off"):  # YAML reads a bare `off` as false
         return AlarmSetting(on=False)
     if value in ("warn", "stop"):
         return AlarmSetting(stops=value == "stop")

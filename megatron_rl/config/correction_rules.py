@@ -1,6 +1,5 @@
 """Checks of a recipe's correction, loss and advantage sections, for rules.py and `translate`:
-sentences with key, value and way out; whether anything corrects for the mismatch; and `Findings`,
-the list that rules.py fills, too.
+errors with key, value and hint; `corrects`; and `Findings`, the list of errors.
 """
 
 import math
@@ -25,7 +24,7 @@ FLOOR = dict.fromkeys(set(Stat) - {Stat.k1}, 0.0) | {Stat.abs: 1.0}
 
 
 class Findings(list[str]):
-    """Sentences about keys of these sections, each with its value and the way out."""
+    """List of error messages, each with a key of these sections, its value and a hint."""
 
     def __init__(self, **sections: Any) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Findings(list[str]):
 
 
 def check_objective(correction: CorrectionConfig, loss: LossConfig) -> list[str]:
-    """Both sections, one by one and together."""
+    """Check both sections, first separately and then together."""
     found = Findings(correction=correction, loss=loss)
     found += check_correction(correction) + check_loss(loss)
     loss, _ = sanitize(loss, "loss")
@@ -78,7 +77,7 @@ def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
 
 
 def check_loss(config: LossConfig) -> list[str]:
-    """Values one by one, then what two of them say together."""
+    """Check each value, then combinations of values."""
     config, wrong = sanitize(config, "loss")
     found = Findings(loss=config)
     found += wrong
@@ -108,7 +107,7 @@ def _check_clip(found: Findings, config: LossConfig) -> None:
 
 
 def _check_params(found: Findings, config: LossConfig) -> None:
-    """`loss.params` holds parameters of the chosen loss, each with a value that it can take."""
+    """Check that `loss.params` holds parameters of the chosen loss, with valid values."""
     known = LOSSES[config.name].params
     problems: list[str] = []
     for name, value in config.params.items():
@@ -129,7 +128,7 @@ def _check_params(found: Findings, config: LossConfig) -> None:
 
 
 def check_correction(config: CorrectionConfig) -> list[str]:
-    """Values one by one, then what two of them say together."""
+    """Check each value, then combinations of values."""
     config, wrong = sanitize(config, "correction")
     found = Findings(correction=config)
     found += wrong
@@ -200,13 +199,13 @@ def _check_budget(found: Findings, rule: RejectRule, path: str) -> None:
 
 
 def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
-    """A bound where the statistic never is is a sign of a misread rule."""
+    """Report bounds outside the range of the statistic: such a rule was misread."""
     found.ordered(path, rule.low, rule.high)
     floor = FLOOR.get(rule.stat, -math.inf)
     hint = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
     if rule.low is not None and rule.low < floor:
         found.tell(f"{path}.low", rule.low, hint)
-    # a continuous statistic is at its floor nowhere, staleness wherever the sampler is up to date
+    # a continuous statistic never equals its minimum; staleness does if the sampler is up to date
     empty = rule.high == floor and rule.stat != Stat.staleness
     if rule.high is not None and (rule.high < floor or empty):
         found.tell(f"{path}.high", rule.high, hint)

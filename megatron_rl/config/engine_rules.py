@@ -84,7 +84,7 @@ def as_sampler(
             "one of them"
         )
     if run.device is Device.cuda:
-        yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
+        yield "learner.forward: as_sampler is CPU-only so far; use bf16 with run.device=cuda"
 
 
 def router(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
@@ -95,10 +95,13 @@ def router(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
     if learner.megatron.get("moe_aux_loss_coeff"):
         yield (
             f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance "
-            "loss counts the routers' own choices, which nobody takes; use 0"
+            "loss counts the routers' own choices, which replay does not use; use 0"
         )
     if learner.megatron.get("moe_router_fusion"):
-        yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
+        yield (
+            f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which "
+            "bypasses replay; use false"
+        )
 
 
 def patches(sync: SyncSection) -> Iterator[str]:
@@ -130,7 +133,7 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 def addresses(sampler: SamplerSection) -> list[str]:
-    """Addresses, and the key that they need."""
+    """Yield errors in `sampler.addresses`, and in the key that servers need."""
     found = [
         f"sampler.addresses: {without_secret(address)!r}: {problem}; write it like "
         "http://node7:8000"
@@ -144,7 +147,7 @@ def addresses(sampler: SamplerSection) -> list[str]:
     if elsewhere and not key:
         found.append(
             f"sampler.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} "
-            "is not set in the environment: whoever reaches the server could rewrite the model. "
+            "is not set: any client that reaches the server could replace its weights. "
             "Start the servers with a key and export it under that name"
         )
     weak = len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key
@@ -158,7 +161,7 @@ def addresses(sampler: SamplerSection) -> list[str]:
 
 
 def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
-    """Everything else that keys of several engines can have wrong on any machine."""
+    """Yield the other errors in keys of several engines that do not depend on the machine."""
     if sampler.addresses and len(sampler.addresses) != sampler.engines:
         yield (
             f"sampler.engines: {sampler.engines} for {len(sampler.addresses)} sampler.addresses; "

@@ -1,5 +1,5 @@
 """Held-out sets of data.eval and eval.sets, resolved (file, sampling, reward, metrics); longest
-answer and sequence.
+response and sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config, EvalSection, EvalSet, RewardSectio
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One set. That of data.eval has no name."""
+    """A held-out set. The set of data.eval has no name."""
 
     name: str
     path: str
@@ -19,7 +19,7 @@ class HeldOut:
     samples: int
     temperature: float
     top_p: float
-    max_tokens: int  # of an answer
+    max_tokens: int  # of a response
     reward: RewardSection
 
     @property
@@ -44,8 +44,8 @@ class HeldOut:
         )
 
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that this set logs; maj@k only where its reward tells what it found
-        in an answer.
+        """Names of the metrics that this set logs; maj@k only if its reward reports the extracted
+        answer.
         """
         yield from (f"{self.prefix}{name}" for name in ("accuracy", "reward_mean"))
         yield from (f"{self.prefix}pass@{k}" for k in self.ks)
@@ -53,7 +53,7 @@ class HeldOut:
 
 
 def held_out(config: Config) -> list[HeldOut]:
-    """Every set, that of data.eval first."""
+    """Return every held-out set, that of data.eval first."""
     sets = [("", EvalSet())] if config.data.eval else []
     sets += (config.eval.sets or {}).items()
     return [_resolved(name, one, config) for name, one in sets]
@@ -83,7 +83,7 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
 
 
 def _file(path: str) -> str:
-    """A file by its path, or that of a preset of conf/data."""
+    """Return the path of a file, or of the file that a preset of conf/data names."""
     preset = presets("data").get(path)
     if preset is None:
         return path
@@ -91,16 +91,16 @@ def _file(path: str) -> str:
 
 
 def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
-    """Most response tokens that training or evaluation asks for; engines reserve context for it."""
+    """Return the most response tokens in training or evaluation; engines reserve context for it."""
     return max(rollout.max_response_tokens, *evaluated_tokens(section))
 
 
 def longest_sequence(rollout: RolloutSection, section: EvalSection) -> int:
-    """Most tokens of a prompt, or conversation, and its answer together."""
+    """Return the largest number of tokens of a prompt with its response, or of a conversation."""
     return max(rollout.context_tokens, rollout.max_prompt_tokens + longest_answer(rollout, section))
 
 
 def evaluated_tokens(section: EvalSection) -> Sequence[int]:
-    """Lengths that evaluations ask for, beside that of the rollouts."""
+    """Return the response lengths that evaluations set, besides that of the rollouts."""
     sets = (section.sets or {}).values()
     return [section.max_response_tokens or 0, *(one.max_response_tokens or 0 for one in sets)]

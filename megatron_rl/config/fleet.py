@@ -12,8 +12,8 @@ from megatron_rl.config.sampling import QuantizationSection, SamplerSection
 
 # of the environment: holds the key of servers given by address
 KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"
-MAX_SEQUENCES = 256  # decoded at once, where sampler.vllm.max_num_seqs names no other number
-# of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
+MAX_SEQUENCES = 256  # sequences decoded at once, unless sampler.vllm.max_num_seqs is set
+# KV cache of an engine without a GPU, unless sampler.vllm.kv_cache_memory_bytes is set
 HOST_CACHE_BYTES = 1 << 30
 LOOPBACK = "127.0.0.1"
 
@@ -45,7 +45,7 @@ def devices(sampler: SamplerSection) -> list[str]:
 
 
 def gpus_of_engines(sampler: SamplerSection) -> set[int]:
-    """The GPUs of every engine of this machine: what is no number is reported elsewhere."""
+    """Return the GPUs of all engines on this machine; invalid numbers are reported elsewhere."""
     given = devices(sampler)
     if given:
         return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
@@ -60,9 +60,7 @@ def replica_formats(
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """Those that machines of this kind have to run: servers that are given by address have machines
-    of their own.
-    """
+    """Return the formats that run on this kind of machine; servers by address run elsewhere."""
     if sampler.addresses and not sampler.dedicated_nodes:
         return ()
     return replica_formats(sampler, quantization)
@@ -71,13 +69,13 @@ def local_formats(sampler: SamplerSection, quantization: QuantizationSection) ->
 def distinct_formats(
     sampler: SamplerSection, quantization: QuantizationSection
 ) -> tuple[Format, ...]:
-    """What every sync has to produce, in a fixed order."""
+    """Return the distinct weight formats of the engines, in a fixed order."""
     wanted = set(replica_formats(sampler, quantization))
     return tuple(format for format in Format if format in wanted)
 
 
 def max_sequences(sampler: SamplerSection) -> int:
-    """How many sequences an engine decodes at once."""
+    """Return the number of sequences that an engine decodes at once."""
     return int(sampler.vllm.get("max_num_seqs", MAX_SEQUENCES))
 
 

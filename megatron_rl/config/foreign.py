@@ -13,8 +13,8 @@ from megatron_rl.config.bounds import did_you_mean
 
 @cache
 def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) -> Set[str] | None:
-    """Public fields of the classes, or keys of mappings of those names; None where there is no such
-    package.
+    """Return public fields of the classes, or keys of mappings of those names; None if the package
+    is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -32,7 +32,7 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
 
 
 def schema_errors(prefix: str, whose: str, given: Iterable[str], known: Set[str]) -> Iterator[str]:
-    """Names that are no field of `whose`."""
+    """Yield errors for names that are not fields of `whose`."""
     for key in sorted(set(map(str, given)) - known):
         hint = did_you_mean(key, known, f"; did you mean {prefix}.{{}}?")
         yield f"{prefix}.{key}: {whose} has no such field{hint}"

@@ -1,10 +1,10 @@
-"""The layers that make up a recipe: its base files, presets, its cluster, the command line; merged,
-and who set what.
+"""Layers of a recipe: base files, presets, cluster, command line; their merge, and the origin of
+each key.
 
 A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset
 (`correction: tis` is conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other
-keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of whoever names it; the
-last name counts.
+keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of the file that names it;
+the last name counts.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.plain_yaml import presets, read_preset, read_yaml
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-# a cluster's null takes one out
+# null in a cluster removes a key
 PASSED_THROUGH = (
     ("learner", "megatron"),
     ("optim", "megatron"),
@@ -38,14 +38,14 @@ COMMAND_LINE = "the command line"
 
 
 class ConfigError(Exception):
-    """A configuration that cannot run. The message names the key, the value and the way out."""
+    """An invalid configuration. The message names the key, the value and a hint."""
 
     hint = "`megatron-rl train RECIPE --dry-run` checks the other keys as well."
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Keys, and the file that they stand in."""
+    """Keys, and the file that sets them."""
 
     where: str
     content: Mapping[str, Any]
@@ -62,7 +62,7 @@ def of_overrides(overrides: Sequence[str]) -> list[Layer]:
 
 
 def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file above its bases. `seen`: the files that lead here."""
+    """Return the layers of a file and its bases. `seen`: the chain of files so far."""
     loaded = read_file(path, seen)
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def naming(layers: Sequence[Layer]) -> Layer:
-    """The last layer that names a cluster; an empty one, of no cluster, where none does."""
+    """Return the last layer that names a cluster, or an empty layer."""
     return next(
         (layer for layer in reversed(layers) if CLUSTER in layer.content),
         Layer("", {CLUSTER: None}),
@@ -104,7 +104,7 @@ def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Each over those before it."""
+    """Merge the layers, each over those before it."""
     merged: dict[str, Any] = {}
     for layer in _with_cluster(layers):
         merged = _merge(merged, layer.content)
@@ -116,7 +116,9 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
-    """Key -> who sets it and to what, the last one deciding. `whole`: as in `leaves`."""
+    """Map each key to the layers that set it and their values; the last one applies. `whole`: as in
+    `leaves`.
+    """
     found: dict[str, list[tuple[str, Any]]] = {}
     for layer in _with_cluster(layers):
         _note_sources(found, layer.where, layer.content, whole)
@@ -171,7 +173,7 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
+    """Merge `above` over `below`. A preset replaces its section: presets do not accumulate."""
     merged = dict(below)
     for section, value in above.items():
         names, rest = _named_preset(section, value)
@@ -182,7 +184,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
-    """The preset that a section names, if it does, and the keys on top of it."""
+    """Return the preset that a section names, if any, and the keys on top of it."""
     if section not in PRESET_SECTIONS:
         return [], value
     if not isinstance(value, Mapping):
@@ -194,7 +196,7 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of both mappings, section by section; those of `above` count."""
+    """Merge two mappings section by section; `above` takes precedence."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):

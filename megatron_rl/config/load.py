@@ -1,6 +1,6 @@
 """Loads recipes (`layers.py`), or what a run has recorded, into the typed Config; applies every
-rule of rules.py and engine_rules.py; writes one as YAML, tells who has set each key and how it
-differs from its base.
+rule of rules.py and engine_rules.py; writes it as YAML, and reports the origin of each key and
+changes to its base.
 """
 
 import re
@@ -31,8 +31,8 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """The configuration, and what the recipe alone shows to be wrong: those values stand at null or
-    their defaults.
+    """Return the configuration and the errors of the recipe; invalid values are null or their
+    defaults.
     """
     return _checked(layers.of_recipe(recipe, overrides), Path(recipe))
 
@@ -51,18 +51,20 @@ def all_keys() -> list[str]:
 
 
 def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list[tuple[str, Any]]]:
-    """Key -> the files, presets and overrides that set it, and to what, the last one deciding."""
+    """Map each key to the files, presets and overrides that set it and their values; the last
+    applies.
+    """
     return layers.sources(layers.of_recipe(recipe, overrides), _whole_keys())
 
 
 def _whole_keys() -> set[str]:
-    """Keys whose values are one value each: all but what is handed on."""
+    """Return the keys with a single value, not a mapping passed to megatron-core or vLLM."""
     return set(all_keys()) - {".".join(one) for one in PASSED_THROUGH}
 
 
 def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
-    """What a recipe's own file and the overrides make of its base, key by key; who did, where not
-    that file.
+    """Yield the changes of a recipe and overrides to its base, key by key, with their origin if it
+    is not the recipe's file.
     """
     whole = layers.of_recipe(recipe, overrides)
     by = sources(recipe, overrides)
@@ -82,7 +84,7 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Key -> value, also of what is handed on to megatron-core and vLLM."""
+    """Map each key to its value, including keys passed to megatron-core and vLLM."""
     found: dict[str, Any] = {}
     whole = _whole_keys()
     for section, value in asdict(config).items():
@@ -105,7 +107,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     if "${" in text and not RESOLVER.search(text):
         merged = _interpolated(merged)
     wrong = list(schema_errors(merged, Config))
-    if wrong:  # those keys stand at their defaults
+    if wrong:  # those keys are at their defaults
         merged = {
             section: value
             for section, value in without(merged, wrong).items()
@@ -120,7 +122,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
 
 
 def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
-    """The mapping, its references to other keys replaced by what these hold."""
+    """Return the mapping with references to other keys replaced by their values."""
     whole: Any = OmegaConf.merge(asdict(Config()), given)
     try:
         found = OmegaConf.to_container(whole, resolve=True)
@@ -134,14 +136,14 @@ def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(found: Any, given: Any) -> Any:
-    """What `found` has of the keys that are given."""
+    """Return the part of `found` under the given keys."""
     if isinstance(given, Mapping):
         return {key: _part(found[key], value) for key, value in given.items()}
     return found
 
 
 def check(config: Config) -> list[str]:
-    """Keys that do not go together."""
+    """Return the errors of keys that conflict."""
     return list(findings((*rules.RULES, *engine_rules.RULES), vars(config)))
 
 
@@ -157,8 +159,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, which `from_mapping` reads back. A section that is what a preset
-    says names it.
+    """Write the resolved configuration, which `from_mapping` reads. A section equal to a preset
+    names it.
     """
     mapping = asdict(config)
     for section in PRESET_SECTIONS:
@@ -188,7 +190,7 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a run has left behind, whose keys and presets may be gone since."""
+    """Load a run's recorded configuration, whose keys and presets may have been removed since."""
     return from_base(recorded(path), overrides, path)
 
 

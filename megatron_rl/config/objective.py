@@ -48,7 +48,7 @@ from megatron_rl.config.choices import (  # isort: skip
 from megatron_rl.loss.table import LOSSES
 
 ALL_LINEAR = "all-linear"
-RECOMPUTE = "recompute_"  # how fields of TransformerConfig begin that say what is recomputed
+RECOMPUTE = "recompute_"  # prefix of the recomputation fields of TransformerConfig
 RECOMPUTED: dict[Recompute, dict[str, Any]] = {
     Recompute.selective: {"recompute_granularity": "selective"},
     Recompute.full: {
@@ -61,10 +61,10 @@ RECOMPUTED: dict[Recompute, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class WeightConfig:
-    # whose ratio of learner and sampler weighs a token: its own, or one that it shares
+    # level of the importance ratio: per token, or shared by a sequence, turn or prefix
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
-    outside: Outside = Outside.truncate  # what becomes of a weight beyond low or high
+    outside: Outside = Outside.truncate  # handling of a weight outside low and high
     # smallest weight, such as 0.5; null: none
     low: Annotated[
         float | None,
@@ -84,22 +84,22 @@ class WeightConfig:
             lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1"
         ),
     ] = None
-    normalize: bool = False  # weights are divided by their mean over the batch
+    normalize: bool = False  # if true, weights are divided by their mean over the batch
 
 
 @dataclass(frozen=True)
 class RejectRule:
-    """One rule. A recipe must name what `choices` lists, as bounds mean nothing without them."""
+    """A rejection rule. Keys that are choices are required: bounds mean nothing without them."""
 
-    # what leaves: the token, or all tokens of its sequence, turn or prefix
+    # unit that is rejected: the token, or all tokens of its sequence, turn or prefix
     level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
-    # what is judged of a token's ratio
+    # statistic of a token's ratio
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
-    reduce: Reduce | None = None  # how the tokens' statistics make one; null: at level token
-    low: float | None = None  # smallest value that stays, such as 0.99; null: no bound
-    high: float | None = None  # largest value that stays, such as 1.01; null: no bound
-    when: When | None = None  # judges only there; null: everywhere
-    # in place of bounds: the mean that survivors may have, such as 1.02; the worst leave
+    reduce: Reduce | None = None  # aggregation of the tokens' statistics; null: at level token
+    low: float | None = None  # smallest accepted value, such as 0.99; null: no bound
+    high: float | None = None  # largest accepted value, such as 1.01; null: no bound
+    when: When | None = None  # restricts the rule to these advantages; null: all tokens
+    # instead of bounds: maximum mean over accepted tokens, such as 1.02; the worst are rejected
     budget: float | None = None
 
 
@@ -109,10 +109,10 @@ class CorrectionConfig:
     weight: WeightConfig = field(default_factory=WeightConfig)
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
-    rebaseline: bool = True  # advantages compare the answers that rules have left
-    # the loss is divided by the tokens that rules have left; false: by all
+    rebaseline: bool = True  # if true, rejected responses are left out of the advantage baseline
+    # if true, the loss is divided by the tokens that rules accept; false: by all
     renormalize: bool = True
-    # what becomes of a token whose sampler logprob is no number
+    # handling of a token whose sampler logprob is not finite
     non_finite: NonFinite = NonFinite.drop
 
 
@@ -123,17 +123,18 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossParams:
-    """Parameters of single losses, in `loss.params`: each loss has those that LOSSES lists."""
+    """Parameters of individual losses in `loss.params`; LOSSES lists those of each loss."""
 
-    # the most that a token of a wrong response may cost, in advantages, such as 3; null: no limit
+    # dual clip: maximum loss of a token with negative advantage, in units of abs(A), such as 3;
+    # null: none
     dual_clip: Annotated[
         float | None,
         need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1"),
     ] = None
     absolute: bool = False  # if true, clip_high caps the ratio itself, without a lower bound
-    # temperature of the gate where the advantage is above 0; larger is narrower
+    # temperature of the gate if the advantage is above 0; larger is narrower
     tau_positive: Tau = 1.0
-    tau_negative: Tau = 1.05  # the same where it is not
+    tau_negative: Tau = 1.05  # the same if the advantage is 0 or below
     # distance that clip_low and clip_high bound
     trust_region: TrustRegion = TrustRegion.total_variation
     # share of tokens that are selected
@@ -164,18 +165,19 @@ def resolved_params(loss: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: LossName = "ppo"  # the formula
+    name: LossName = "ppo"  # formula of the policy loss
     clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
     clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
-    # ppo, cispo: whose ratio is clipped
+    # ppo, cispo: level of the clipped ratio
     level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
-    # ppo, cispo: how the ratios of several tokens make one
+    # ppo, cispo: aggregation of the ratios of several tokens
     aggregate: Aggregate = Aggregate.product
-    # of this loss alone, such as {dual_clip: 3}: loss.params.* below; unset ones have their defaults
+    # parameters of this loss, such as {dual_clip: 3}: loss.params.* below; unset ones have their
+    # defaults
     params: dict[str, Any] = field(default_factory=dict)
     # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     reduction: Reduction | None = None
-    kl_coef: Coefficient = 0.0  # of the KL penalty; 0: none, and no reference is loaded
+    kl_coef: Coefficient = 0.0  # coefficient of the KL penalty; 0: none, and no reference is loaded
     # from the policy to the reference; or, as the sampler has written the tokens, from it or the
     # anchor to the policy
     kl_to: KlTo = KlTo.reference
@@ -183,7 +185,7 @@ class LossConfig:
     # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference)
     # itself, such as 100; null: no weight
     kl_cap: Annotated[float | None, above(0)] = None
-    entropy_coef: float = 0.0  # of the bonus for entropy
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus
     # tokens of KL and entropy: those trained on, or rejected ones that are counted too
     kl_on: KlOn = KlOn.trained
 
@@ -198,9 +200,9 @@ class LossConfig:
 @dataclass(frozen=True)
 class OptimSection:
     lr: Annotated[float, above(0)] = 1e-6  # the highest learning rate
-    min_lr: Annotated[float, at_least(0)] = 0.0  # where a decay ends, at run.steps
+    min_lr: Annotated[float, at_least(0)] = 0.0  # learning rate at run.steps, the end of the decay
     warmup_steps: Count = 10  # updates until lr is reached
-    decay: Decay = Decay.constant  # the learning rate's way down from there
+    decay: Decay = Decay.constant  # schedule of the learning rate after warmup
     # fields of megatron-core's OptimizerConfig and DistributedDataParallelConfig, such as
     # {weight_decay: 0.1}
     megatron: Annotated[dict[str, Any], OPTIMIZER] = field(default_factory=dict)
@@ -208,13 +210,11 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters that are trained in place of the model, and merged into it at every sync
-    (docs/lora.md).
-    """
+    """LoRA adapters, trained instead of the model and merged at every sync (docs/lora.md)."""
 
-    # of each adapter; 0: there are none, the whole model is trained
+    # rank of each adapter; 0: no adapters, the whole model is trained
     rank: Annotated[int, between(0, 1024)] = 0
-    alpha: Annotated[float, above(0)] = 32.0  # what an adapter adds is multiplied by alpha / rank
+    alpha: Annotated[float, above(0)] = 32.0  # numerator of the adapter scale, alpha / rank
     # linear layers as config.json's family names them, such as [q_proj, v_proj]; all-linear: all
     # but router and head
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
@@ -225,24 +225,23 @@ class LearnerSection:
     tensor_parallel: Ranks = 1  # ranks that share each layer
     pipeline_parallel: Ranks = 1  # stages of layers
     expert_parallel: Ranks = 1  # ranks that share the experts
-    # ranks that share each sequence, for answers longer than one can hold
+    # ranks that share each sequence, for responses that do not fit on one
     context_parallel: Ranks = 1
     data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
-    precision: Precision = Precision.bf16  # of weights, and of what layers compute
-    forward: Forward = Forward.bf16  # how linear layers are computed
-    router: Router = Router.own  # who chooses the experts of a token: docs/one_arithmetic.md
-    # answers are packed up to so many; fewer take less memory
+    precision: Precision = Precision.bf16  # precision of weights and of layer outputs
+    forward: Forward = Forward.bf16  # arithmetic of linear layers
+    router: Router = Router.own  # source of the experts of a token: docs/one_arithmetic.md
+    # maximum tokens of a micro-batch; fewer take less memory
     tokens_per_microbatch: Positive = 8192
-    n_minibatches: Positive = 1  # updates for each batch
-    # what a loss or a gradient that is no number does (docs/survival.md)
+    n_minibatches: Positive = 1  # optimizer updates per batch
+    # handling of a loss or gradient that is not finite (docs/survival.md)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     lora: LoraSection = field(default_factory=LoraSection)
-    # what backward computes again, so that a forward pass need not keep it;
-    # learner.megatron.recompute_* come first
+    # activation recomputation in backward; learner.megatron.recompute_* take precedence
     recompute: Recompute = Recompute.auto
-    # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
+    # learner state moved to CPU memory while a colocated engine samples
     offload: Offload = Offload.none
-    # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel:
+    # fields of megatron-core's TransformerConfig, passed unchanged, such as {sequence_parallel:
     # true}
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
 
@@ -262,7 +261,7 @@ class LearnerSection:
 
     @property
     def undecided(self) -> bool:
-        """Whether what is recomputed depends on the memory of the machine."""
+        """True if the recomputation depends on the memory of the machine."""
         return self.recompute is Recompute.auto and not any(
             key.startswith(RECOMPUTE) for key in self.transformer
         )

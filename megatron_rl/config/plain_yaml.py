@@ -48,12 +48,12 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("
 
 
 def read_yaml(text: str) -> Any:
-    """ValueError and yaml.YAMLError say what is wrong with the text."""
+    """Parse YAML. Raises ValueError or yaml.YAMLError with the defect."""
     return yaml.load(text, Loader=PlainLoader)
 
 
 def presets(section: str) -> dict[str, Path]:
-    """The presets of a section by name."""
+    """Return the presets of a section by name."""
     return {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
 
 
@@ -82,12 +82,12 @@ def write_yaml(node: Any, **style: Any) -> str:
 
 
 def write_line(node: Any) -> str:
-    """A value on one line, as an override takes it."""
+    """Write a value on one line, in the form of an override."""
     return " ".join(write_yaml(node, default_flow_style=True).removesuffix("...\n").split())
 
 
 def redact(value: Any) -> Any:
-    """The value without what its keys call secrets."""
+    """Return the value without entries whose keys name secrets."""
     if isinstance(value, Mapping):
         return {
             key: "(hidden)"

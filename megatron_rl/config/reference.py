@@ -1,7 +1,7 @@
-"""Reference of the configuration keys for --explain and docs/config.md: what each does and takes,
-default, example.
+"""Reference of the configuration keys for --explain and docs/config.md: description, type, default,
+example.
 
-What a key or a choice does is said once, in the comment beside its definition, and read from there.
+The description of a key or choice is the comment beside its definition.
 """
 
 import ast
@@ -27,24 +27,24 @@ from megatron_rl.config.shape import WANTED, Key, keys_of, schema_errors
 from megatron_rl.loss.table import losses
 
 EXAMPLE = re.compile(r"\bsuch as (\{.*?\}+|\[.*?\]|\"[^\"]*\"|.*?)(?=[:;,)]? |[;,)]?$)")
-# behind a key whose sections stand in a list, or by names of the user's
+# suffix of a key with a list of sections, or with sections under user-defined names
 OF_A_LIST = "[]"
 OF_A_NAME = ".NAME"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key, as a reader asks for it."""
+    """Entry of a key in the reference."""
 
     name: str  # correction.reject[].level: of each rule
     about: str
     takes: str
     default: str
     example: str
-    choices: Mapping[str, str]  # and what each does, where its name does not say so
+    choices: Mapping[str, str]  # name -> description, empty if the name suffices
 
     def stands_for(self, name: str) -> bool:
-        """Whether it is meant by a key, as written on the command line: eval.sets.aime.samples."""
+        """Return True if `name`, as on the command line (eval.sets.aime.samples), is this key."""
         pattern = (
             re.escape(self.name)
             .replace(re.escape(OF_A_NAME), r"\.[^.]+")
@@ -54,14 +54,14 @@ class Entry:
 
     @property
     def told(self) -> str:
-        """What it does, with the choices that need words."""
+        """Description of the key, with the choices that need an explanation."""
         chosen = [f"{name}: {text}" for name, text in self.choices.items() if text]
         return "; ".join(filter(None, (self.about, *chosen)))
 
 
 def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
-    """All keys, in the schema's order, each list or mapping of sections followed by the keys of
-    one.
+    """Yield all keys in the schema's order; a list or mapping of sections is followed by their
+    keys.
     """
     for name, key in keys_of(schema).items():
         full = f"{prefix}{name}"
@@ -78,21 +78,21 @@ def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
 
 
 def _with_losses(entry: Entry) -> Entry:
-    """A parameter, with the losses that have it."""
+    """Add the losses that have a parameter to its description."""
     name = entry.name.rpartition(".")[2]
     owners = losses(lambda loss: name in loss.params)
     return replace(entry, about=f"{', '.join(owners)}: {entry.about}")
 
 
 def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
-    """One key, or each of a section: what it does, what it is in a recipe and who has set it, what
-    else it could be.
+    """Explain a key, or each key of a section: description, value in the recipe and its origin,
+    choices.
     """
     known = list(entries())
     asked = (
         [one for one in known if one.stands_for(name)]
         or [one for one in known if one.name.startswith(f"{name}.")]
-        # learner.megatron.fp8: as the mapping that it stands in
+        # learner.megatron.fp8: shown as part of its mapping
         or [
             one
             for one in known
@@ -179,13 +179,13 @@ def _example(key: Key, about: str, default: Any, choices: Mapping[str, str]) -> 
 
 
 def _note(owner: type, name: str = "") -> str:
-    """The comment at a class, or at a name in it."""
+    """Return the comment at a class, or at a name in it."""
     return _comments(owner.__module__).get(".".join(filter(None, (owner.__name__, name))), "")
 
 
 @cache
 def _comments(module: str) -> Mapping[str, str]:
-    """Name, or Class.name -> the comment above its definition or on the lines of it."""
+    """Map Name or Class.name to the comment above its definition or on its lines."""
     text = inspect.getsource(sys.modules[module])
     tokens = [
         one

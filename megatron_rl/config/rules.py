@@ -1,6 +1,6 @@
-"""Rules for recipe keys that conflict, but for engines' (engine_rules.py): each reads the sections
-that its parameters name and yields sentences with key, value and way out. load.py applies all;
-`findings` runs these and preflight's.
+"""Rules for conflicting recipe keys, except those of engines (engine_rules.py): each reads the
+sections that its parameters name and yields errors with key, value and hint. load.py applies all;
+`findings` runs these and those of preflight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ Rule = Callable[..., Iterable[Any]]
 
 
 def findings(rules: Iterable[Rule], facts: Mapping[str, Any]) -> Iterator[Any]:
-    """What the rules find; a rule that wants a fact which is not there is left out."""
+    """Yield the findings of the rules; a rule is skipped if a fact that it needs is missing."""
     for rule in rules:
         names = signature(rule).parameters
         if names.keys() <= facts.keys():
@@ -32,7 +32,7 @@ def answers(
     advantage: schema.AdvantageConfig,
     loss: schema.LossConfig,
 ) -> list[str]:
-    """Who wrote the answers decides which corrections, losses and rewards there are."""
+    """Check that corrections, losses and rewards fit the source of the responses."""
     found = Findings(correction=correction, reward=reward, advantage=advantage)
     estimator = advantage.estimator
     if rollout.supervised:
@@ -44,7 +44,7 @@ def answers(
     elif estimator == schema.Estimator.none and not LOSSES[loss.name].supervised:
         found.add(
             "advantage.estimator",
-            "every sampled answer would count the same, whatever its reward; use grpo",
+            "every sampled answer would count the same regardless of its reward; use grpo",
         )
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
@@ -79,7 +79,8 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
     elif rollout.dynamic_sampling:
         found.add(
             "rollout.dynamic_sampling",
-            "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false",
+            "a group of rollout.samples_per_prompt: 1 has no reward variance and is never "
+            "kept; use false",
         )
     return found
 
@@ -134,14 +135,14 @@ def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
 
 
 def support(rollout: schema.RolloutSection) -> Iterator[str]:
-    """An engine tells what it drew from among a bounded number of tokens."""
+    """An engine reports the sampling support only if the number of tokens is bounded."""
     if rollout.top_p < 1 and rollout.top_k is None:
         yield (
             f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does "
             "not tell; set rollout.top_k too, such as 50"
         )
     if rollout.top_k is not None and rollout.supervised:
-        yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
+        yield f"rollout.top_k: {rollout.top_k}, but data set answers are not sampled; leave it out"
 
 
 def ahead(
@@ -151,9 +152,7 @@ def ahead(
     sync: schema.SyncSection,
     sampler: schema.SamplerSection,
 ) -> Iterator[str]:
-    """Responses older than the policy are corrected for, and there is always one that may be
-    begun.
-    """
+    """Check that stale rollouts are corrected, and that a batch can always be started."""
     key = f"rollout.max_staleness: {rollout.max_staleness}"
     if not rollout.max_staleness:
         return
@@ -260,8 +259,7 @@ def environment(
     if redact(environment.settings) != environment.settings:
         hint = "let the environment read a variable of its process that run.variables names"
         found.append(
-            "environment.settings: it holds what its key calls a secret, which nobody writes "
-            f"down; {hint}"
+            f"environment.settings: a key names a secret, and secrets are not written down; {hint}"
         )
     if name is None:
         if context is not None:

@@ -3,8 +3,8 @@ others. Torch-free.
 
 The comment above a key or on its lines says what it does, and `such as X` in it is an example:
 docs/config.md and `--explain` are made of both (`reference.py`). The bounds of a value stand in its
-type; rules about two keys at once are in `rules.py`. What is minimised, and by whom, has its keys
-in `objective.py`; who answers, in `sampling.py`.
+type; rules about two keys at once are in `rules.py`. Keys of the objective and the learner are in
+`objective.py`, those of rollouts and engines in `sampling.py`.
 """
 
 from collections.abc import Mapping
@@ -86,12 +86,12 @@ from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
 )
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
-# estimators whose baseline is the other answers to the same prompt
+# estimators whose baseline is the other responses to the same prompt
 GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
 
 
 def format_number(name: str) -> int:
-    """A format's place in the enumeration, for tensors; -1 where an answer came from no engine."""
+    """Return a format's index in the enumeration; -1 if no engine made the response."""
     if name:
         return list(Format).index(Format(name))
     return -1
@@ -99,21 +99,23 @@ def format_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class RunSection:
-    # of the run's folder, such as mine; null: the recipe file's stem
+    # name of the run's folder, such as mine; null: the recipe file's stem
     name: Annotated[str | None, FOLDER_NAME] = None
-    root: str = "runs"  # folder of the runs' folders
-    seed: Count = 1  # of the prompts' order, of sampling, of weights where model.init is random
-    steps: Count = 100  # batches to train on
-    if_exists: IfExists = IfExists.refuse  # what happens where the run's folder is there already
-    # keys that may have changed when a run goes on, such as [data.train]
+    root: str = "runs"  # parent folder of all runs
+    # seed of the prompt order, of sampling, and of the weights if model.init is random
+    seed: Count = 1
+    steps: Count = 100  # training steps, one batch each
+    if_exists: IfExists = IfExists.refuse  # action if the run's folder exists already
+    # keys that may differ when a run resumes, such as [data.train]
     resume_allow: list[str] = field(default_factory=list)
-    device: Device = Device.auto  # of learner and engines; auto: GPUs where there are some
-    # without progress end the run, where nothing else has a limit (docs/survival.md)
+    device: Device = Device.auto  # device of learner and engines; auto: GPUs if there are any
+    # seconds without progress after which the run is stopped, unless another timeout applies
+    # (docs/survival.md)
     hang_timeout_s: Seconds = 1800.0
     # environment variables that rewards and environments see, beside PATH and HOME, such as
     # [JUDGE_URL]
     variables: list[str] = field(default_factory=list)
-    # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
+    # stop early, such as {eval/accuracy: 0.28}: once the metric reaches the value
     stop: dict[str, float] | None = None
 
     @property
@@ -128,7 +130,8 @@ class ModelSection:
     # `convert.py import` made, such as models/Qwen3-8B
     path: str = ""
     init: ModelInit = ModelInit.pretrained  # random: weights by run.seed
-    # of the logits, in the learner and in the engines that a run starts; weights stay in BF16
+    # precision of the logits, in the learner and in the engines that a run starts; weights stay in
+    # BF16
     head_precision: Precision = Precision.bf16
 
     @property
@@ -137,7 +140,7 @@ class ModelSection:
         path = Path(self.path)
         kept = path / KEPT
         if (kept / "config.json").is_file() and not (path / "config.json").is_file():
-            return kept  # of an imported checkpoint
+            return kept  # folder of an imported checkpoint
         return path
 
 
@@ -152,17 +155,17 @@ class DataSection:
         # held-out rows, such as data/aime_2024.parquet; null: none, unless eval.sets names some
         None
     )
-    # column of the prompt, such as question: text, or a list of chat messages; dots reach into a
-    # column, also in answer_key; null: recognised by the columns
+    # column of the prompt, such as question: text, or a list of chat messages; dots name nested
+    # fields, also in answer_key; null: detected from the columns
     prompt_key: str | None = None
-    # column of the right answer, such as reward_model.ground_truth; null: recognised by the columns
+    # column of the right answer, such as reward_model.ground_truth; null: detected from the columns
     answer_key: str | None = None
-    # before the prompts that have none of their own, such as "Answer with one number."; null: none
+    # system prompt for prompts without one, such as "Answer with one number."; null: none
     system_prompt: str | None = None
-    # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is
-    # text is what a user says; null: it is read as it stands
+    # arguments of the model's chat template, such as {enable_thinking: false}; {}: a plain-text
+    # prompt becomes a user message; null: it is passed to the model unchanged
     chat_template_kwargs: dict[str, Any] | None = None
-    # what happens to prompts above rollout.max_prompt_tokens
+    # action for prompts above rollout.max_prompt_tokens
     long_prompts: LongPrompts = LongPrompts.error
 
     def sources(self, key: str) -> dict[str, float]:
@@ -177,10 +180,10 @@ class DataSection:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set with a name; null: as the section has it."""
+    """A named evaluation set; null: the section's value."""
 
-    # a file as in data.eval, or a preset of conf/data, whose `eval` it is, such as math; null:
-    # data.eval, measured in another way
+    # a file as in data.eval, or a preset of conf/data whose `eval` is used, such as math; null:
+    # data.eval with other settings
     path: str | None = None
     max_prompts: Positive | None = None  # as eval.max_prompts, such as 500
     samples: Samples | None = None  # as eval.samples, such as 32
@@ -193,15 +196,16 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class EvalSection:
-    """data.eval, and the sets that have a name: `evaluation.py` says what each comes to."""
+    """Evaluation on data.eval and on named sets, which `evaluation.py` resolves."""
 
     every: Annotated[int, at_least(0, "0 (never) or more")] = 10  # steps between evaluations
-    max_prompts: Positive = 256  # of each set, its first
-    samples: Samples = 1  # answers to each prompt
-    # of sampling, such as 1.0; null: 0 (greedy) for one sample, rollout's for several
+    max_prompts: Positive = 256  # prompts evaluated per set, from its start
+    samples: Samples = 1  # responses per prompt
+    # sampling temperature, such as 1.0; null: 0 (greedy) for one sample, rollout.temperature for
+    # several
     temperature: Temperature | None = None
     top_p: Nucleus = 1.0  # tokens are drawn among the first that hold this share of the probability
-    # where an answer is cut, such as 8192; null: as in rollout
+    # maximum tokens of a response, such as 8192; null: as in rollout
     max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None
     # more held-out sets by name, such as {aime: {path: data/aime_2024.parquet, samples: 32}}
     sets: Annotated[
@@ -212,19 +216,19 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too,
-    unless `every` is 0.
+    """Checkpoints of the whole state of a run, to resume from (run.if_exists=resume). One is saved
+    at the end too, unless `every` is 0.
     """
 
     # steps between checkpoints, or minutes, such as 100; 0: none
     every: Annotated[int | str, need(is_interval, "use steps (100), minutes (30min) or 0")] = (
         "30min"
     )
-    keep_last: Positive = 2  # how many stay
-    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and
-    # checkpoint.export_hf leaves its model-best/
+    keep_last: Positive = 2  # number of latest checkpoints to keep
+    # metric whose best checkpoint is kept, such as eval/accuracy; checkpoint.export_hf writes it to
+    # model-best/
     best: str | None = None
-    export_hf: bool = False  # write the final policy as a Hugging Face folder, model/
+    export_hf: bool = False  # if true, write the final policy as a Hugging Face folder, model/
 
     @property
     def steps(self) -> int:
@@ -243,10 +247,9 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    wandb: Wandb = Wandb.none  # whether the run is at W&B too (docs/wandb.md)
-    record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
-    # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each
-    # pipeline stage
+    wandb: Wandb = Wandb.none  # logging to W&B (docs/wandb.md)
+    record_every: Count = 10  # steps between rollout files (Parquet, with both logprobs); 0: never
+    # steps in which torch.profiler traces the learner, such as [3], on one rank per pipeline stage
     profile_steps: Annotated[
         list[int],
         need(
@@ -254,8 +257,8 @@ class LogSection:
             "use steps, such as [3]",
         ),
     ] = field(default_factory=list)
-    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as
-    # {ess: stop}
+    # settings of the alarms in docs/alarms.md, by name: off, warn, stop, a bound, or {stop: bound};
+    # such as {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config.bounds import Bound, Inside, as_written, did_you_mean, i
 from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
-LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
+LARGEST = 2**32 - 1  # largest whole number: numpy takes no larger seeds, and no size comes near
 WANTED = {
     bool: "true or false",
     int: "a whole number",
@@ -32,8 +32,9 @@ class Key:
     field: Field[Any]
     kind: Any
     bound: Bound | None
-    inside: Mapping[str, Bound]  # of keys in a map that is handed on
-    # dataclass of what it holds: one, a list of them or some by names of the user's; None: a value
+    inside: Mapping[str, Bound]  # of keys in a map passed to megatron-core or vLLM
+    # dataclass of its section, list of sections or sections by user-defined names; None: a plain
+    # value
     section: Any
     container: Any  # list, dict or None
 
@@ -55,7 +56,7 @@ class Key:
         return self.field.default_factory()
 
     def sections(self, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The sections in its value, and where each stands below the key."""
+        """Yield the sections in its value, with their paths below the key."""
         if value is None or self.section is None:
             return
         if self.container is list:
@@ -103,7 +104,7 @@ def keys_of(schema: type) -> dict[str, Key]:
 
 
 def keys_in(schema: type, prefix: str = "") -> list[str]:
-    """Every key of a schema and its sections, with dots between."""
+    """Return every key of a schema and its sections, dotted."""
     found: list[str] = []
     for name, key in keys_of(schema).items():
         one_section = key.section is not None and key.container is None
@@ -117,9 +118,7 @@ def keys_in(schema: type, prefix: str = "") -> list[str]:
 def schema_errors(
     mapping: Mapping[Any, Any], schema: type, prefix: str = "", everywhere: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Keys that `schema` does not have, and values that a key cannot take. `everywhere`: keys that
-    may be meant.
-    """
+    """Yield errors for unknown keys and invalid values. `everywhere`: keys to suggest."""
     keys = keys_of(schema)
     everywhere = everywhere or keys_in(schema)
     for name, value in mapping.items():
@@ -201,19 +200,19 @@ def _inside(full: str, given: Any, bounds: Mapping[str, Bound]) -> Iterator[str]
 
 
 def _missing(section: Mapping[str, Any], schema: type, full: str) -> Iterator[str]:
-    """Keys that each section of a list has to name."""
+    """Yield errors for keys that each section of a list requires."""
     for name, key in keys_of(schema).items():
         if "choices" in key.field.metadata and name not in section:
             yield f"{full}.{name} is missing: use one of {', '.join(key.choices)}"
 
 
 def key_of(misfit: str) -> str:
-    """The key that a sentence of `schema_errors` is about, up to an element of a list."""
+    """Return the key in an error of `schema_errors`, up to an element of a list."""
     return re.split(r"[\[: ]", misfit, maxsplit=1)[0]
 
 
 def without(mapping: Mapping[str, Any], schema_errors: Sequence[str]) -> dict[str, Any]:
-    """The mapping less the keys that the sentences name."""
+    """Return the mapping without the keys that the errors name."""
     left = dict(mapping)
     for key in dict.fromkeys(map(key_of, schema_errors)):
         first, _, rest = key.partition(".")
@@ -225,7 +224,7 @@ def without(mapping: Mapping[str, Any], schema_errors: Sequence[str]) -> dict[st
 
 
 def made(kind: Any, value: Any) -> Any:
-    """A value that fits its type as sections hold it: dataclasses, enumerations, floats."""
+    """Convert a valid value to its type: dataclasses, enumerations, floats."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin in (Union, UnionType):
@@ -243,7 +242,7 @@ def made(kind: Any, value: Any) -> Any:
 
 
 def sanitize(section: Section, path: str) -> tuple[Section, list[str]]:
-    """A section whose wrong values are at their defaults, and what was wrong with them."""
+    """Return a section with invalid values at their defaults, and the errors."""
     whole = {path: asdict(section)}  # type: ignore[call-overload]
     wrong = list(schema_errors(whole[path], type(section), f"{path}."))
     return made(type(section), without(whole, wrong)[path]), wrong

@@ -1,5 +1,5 @@
-"""Keys that recipes do not have: removed ones, with the way out and what becomes of them in a run's
-recorded configuration; names that other projects use for ours; misspelt ones.
+"""Unknown keys: removed ones, with a hint and their conversion in recorded configurations; names of
+other projects; misspelt ones.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.loss.table import LOSSES
 
-# of two names, as difflib has it
+# similarity of two names, as in difflib
 VERY_CLOSE = 0.86
 CLOSE = 0.6
 ANY = object()  # the default of a key whose value no longer matters
@@ -18,12 +18,12 @@ ANY = object()  # the default of a key whose value no longer matters
 
 @dataclass(frozen=True)
 class Removed:
-    """A key that recipes had."""
+    """A removed key."""
 
     hint: str
-    # a run whose recorded configuration has this value goes on without the key
+    # a recorded configuration with this value is accepted, and the key dropped
     default: Any = ANY
-    # key that has its place, and the value there: of the removed one and what stands there
+    # the new key, and a function of the old and the present value that returns the new one
     to: str = ""
     value: Callable[[Any, Any], Any] = lambda removed, present: removed
 
@@ -65,7 +65,7 @@ _LONG_AGO = {
     "log.project": "set the environment variable WANDB_PROJECT",
     "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
 }
-# keys of another name
+# renamed keys
 _RENAMED = {
     "rollout.ahead": "rollout.max_staleness",
     "data.template": "data.chat_template_kwargs",
@@ -75,7 +75,7 @@ _RENAMED = {
     "sync.verify_every": "sync.probe_every",
     "log.export": "checkpoint.export_hf",
 }
-# words of a recorded run that a key has others for
+# renamed choices of recorded runs
 _OTHER_WORDS = {"rollout.in_flight": {"finish": "drain", "continue": "interrupt"}}
 _VARIABLES = Removed(
     "set run.variables",
@@ -191,14 +191,14 @@ ELSEWHERE = {name: ours for ours, names in _OF_OTHERS.items() for name in names.
 def unknown(
     key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]
 ) -> Iterator[str]:
-    """A key that there is not: said once; of another project's section, for each key in it that is
-    one here.
+    """Yield one error per unknown key; for a section of another project, one per key that is known
+    here.
     """
     full = f"{prefix}{key}"
     if full in REMOVED:
         yield f"{full}: unknown key; {REMOVED[full].hint}"
         return
-    names = () if prefix else _inner_names(value)  # of a section that there is none of
+    names = () if prefix else _inner_names(value)  # of an unknown section
     theirs = {
         inner: ours for inner in names if (ours := _named(inner, everywhere) or _elsewhere(inner))
     }
@@ -220,12 +220,12 @@ def _inner_names(value: object) -> Iterator[str]:
 
 
 def _named(key: str, everywhere: Sequence[str]) -> list[str]:
-    """Our keys of that name in any section."""
+    """Return our keys of that name in any section."""
     return [known for known in everywhere if known.rpartition(".")[2] == key.rpartition(".")[2]]
 
 
 def _elsewhere(key: str) -> list[str]:
-    """What other projects mean by it."""
+    """Return our keys for a name that other projects use."""
     name = key.rpartition(".")[2].lower().replace("-", "_")
     if name in ELSEWHERE:
         return [ELSEWHERE[name]]
@@ -250,8 +250,8 @@ def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequenc
 
 
 def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's recorded configuration in today's keys. ValueError lists removed keys that were set
-    to something else than their defaults.
+    """Convert a recorded configuration to today's keys. Raises ValueError with the removed keys
+    that differ from their defaults.
     """
     config = copy.deepcopy(dict(recorded))
     refused = []
@@ -277,9 +277,7 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken_out(config: dict[str, Any], key: str) -> Any:
-    """The value of a key, which is removed, with sections that it leaves empty; ANY where there is
-    none.
-    """
+    """Remove a key and sections that become empty; return its value, ANY if it is missing."""
     first, _, rest = key.partition(".")
     if not rest:
         return config.pop(first, ANY)

@@ -74,7 +74,7 @@ class ColumnRows(Rows):
                 return rows
             for row in rows:
                 for name, value in row.items():
-                    if isinstance(value, bytes):  # text that its writer has stored so
+                    if isinstance(value, bytes):  # text stored as bytes
                         with suppress(UnicodeDecodeError):
                             row[name] = value.decode()
             return msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
@@ -127,7 +127,7 @@ def _levels(column: Any) -> int:
 
 
 def _is_plain(column: Any) -> bool:
-    """Tell whether Python's form of it is JSON's. A float can be NaN, which is none."""
+    """True if Python's values of the column are JSON's. Floats are not: they can be NaN."""
     if types.is_struct(column) or types.is_list(column) or types.is_large_list(column):
         return all(_is_plain(column.field(each).type) for each in range(column.num_fields))
     tests = (types.is_string, types.is_large_string, types.is_integer, types.is_boolean)

@@ -19,7 +19,7 @@ MARK = f"{ESCAPE};"  # no control token begins behind it, or holds it
 LITERAL = f"{ESCAPE},"  # the character itself
 # tokens that are not special may be words, or blanks, which are text
 SPELLING = re.compile(r"[^\w\s].*[^\w\s]", re.DOTALL)
-# parts of an answer, which the policy's own messages hold
+# parts of a response, which the policy's own messages hold
 PARTS = re.compile("think|call|python_tag", re.IGNORECASE)
 # some templates make control tokens of them, such as <|user|>
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation")

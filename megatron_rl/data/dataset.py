@@ -29,7 +29,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts, and what was left out on the way."""
+    """Prompts of a data set, with counts of the rows left out."""
 
     prompts: Sequence[Prompt]
     rows: int
@@ -38,7 +38,7 @@ class Dataset:
     conflicts: int = 0
     # of several files: how many prompts, which are neighbours; the weight
     shares: tuple[tuple[int, float], ...] = ()
-    columns: str = ""  # how they were recognised, where nobody named them
+    columns: str = ""  # how they were recognised, if no key names them
     checksum: str = ""  # of all rows' prompts and answers, in their order
 
     def __len__(self) -> int:

@@ -126,7 +126,7 @@ class FolderTokenizer:
 
 
 def without_stops(token_ids: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """An answer's tokens, less the stops that it ends with."""
+    """Return a response's tokens without its final stop tokens."""
     end = len(token_ids)
     while end and token_ids[end - 1] in stops:
         end -= 1

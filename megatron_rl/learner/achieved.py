@@ -15,7 +15,7 @@ TERA = 1e12
 @dataclass(frozen=True)
 class Achieved:
     model: Model
-    devices: int  # of the run; on hosts a process counts as one
+    devices: int  # of the run; on CPUs a process counts as one
     peak_tflops: float | None  # of a device; None: not known
     sampled: bool
 
@@ -28,7 +28,7 @@ class Achieved:
             )
         seconds = line.get("time/update", 0.0)
         if "rollout/trained_tokens" in line and seconds > 0:
-            # forward and backward, whatever is computed again not counted
+            # forward and backward, without recomputation
             tokens = line["rollout/trained_tokens"]
             answers = line["rollout/n_trained"]
             each = operations(self.model, tokens / max(answers, 1))
@@ -43,7 +43,7 @@ class Achieved:
 
 
 def memory_peaks() -> dict[str, float]:
-    """The most that rank 0 has held so far."""
+    """Return the peak memory of rank 0 so far."""
     found = {
         "perf/host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     }

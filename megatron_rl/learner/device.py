@@ -1,4 +1,4 @@
-"""Allocator setting that lets the learner return GPU memory at syncs to an engine that has slept."""
+"""Allocator setting that lets the learner release GPU memory to a colocated engine at syncs."""
 
 import os
 
@@ -11,7 +11,7 @@ SETTINGS = "expandable_segments:True"
 
 
 def enable_expandable_segments(sleep: Sleep, transport: Transport) -> None:
-    """Let torch return memory when an engine wakes up for a sync; call it before any allocation.
+    """Let torch release memory when an engine wakes up for a sync; call it before any allocation.
 
     Packs differ in length, so that plain segments stay half used and cannot be returned. The
     engine's process is left alone: it keeps sleeping memory in a pool. Not applied with `ipc`,

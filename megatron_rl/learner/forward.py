@@ -1,5 +1,6 @@
 """Forward passes, base class of Learner: logprobs by its own weights, the reference's or re-rounded
-ones, or as the sampler computes; and what passes show: maxima for the sync's scales, router flips.
+ones, or as the sampler computes; and statistics of passes: maxima for the sync's scales, router
+flips.
 
 B rows of a batch, N response tokens, S positions, L layers.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# patches the host before megatron is imported
+# patches torch for CPUs before megatron is imported
 from megatron_rl.learner.policy import Policy
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -101,7 +102,7 @@ class ForwardPasses(Policy):
 
     def _computes_as(self, quantization: QuantizationSection, wanted: bool) -> AsSampler:
         if self.device.type != "cpu":
-            raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
+            raise ValueError("learner.forward=as_sampler is CPU-only so far; use bf16 here")
         if wanted and quantization.format == Format.fp8 and has_fp8():
             raise ValueError(
                 "learner.forward=as_sampler with quantization.format=fp8: this processor "
@@ -119,7 +120,7 @@ class ForwardPasses(Policy):
             self._as_sampler.stale = True
 
     def set_smoothing(self, smoothing: Smoothing | None) -> None:
-        """Tell passes in the sampler's arithmetic what the sampler's weights are smoothed with."""
+        """Set the smoothing scales of the sampler's weights, for passes in its arithmetic."""
         self._smoothing = smoothing
         if self._as_sampler is not None:
             self._as_sampler.smoothing = smoothing
@@ -160,7 +161,7 @@ class ForwardPasses(Policy):
             return self._logprobs(batch)
 
     def expected_logprobs(self, batch: Batch) -> Tensor | None:
-        """Logprobs that a right sampler of this format gives, to a rounding: by layers that are
+        """Return the logprobs of a correct sampler of this format, up to rounding, from layers
         quantized as its own.
 
         Token by token where the learner `mirrors_engine`; else off by as much, but at other tokens:
@@ -186,15 +187,15 @@ class ForwardPasses(Policy):
         return self._logprobs_with(rounded_again(self.named_parameters()), batch)
 
     def keep_reference(self) -> None:
-        """Remember the present weights as the policy that a KL penalty pulls towards: adapters
-        begin at nothing.
-        """
+        """Keep the present weights as the reference of the KL penalty; adapters start at zero."""
         if self.shape.lora is not None:
             return
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
     def reference_logprobs(self, batch: Batch | Share) -> Tensor:
-        """The reference policy's logprobs: its weights replace the policy's for a forward pass."""
+        """Return the reference policy's logprobs: its weights replace the policy's for a forward
+        pass.
+        """
         if self.shape.lora is not None:
             return self._logprobs_with(adapters_off(self.modules), batch)
         parameters = [parameter for _, parameter in self.named_parameters()]

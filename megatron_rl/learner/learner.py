@@ -40,7 +40,7 @@ from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPOR
 
 @dataclass(frozen=True)
 class Counted:
-    """A minibatch, as every rank has to know it."""
+    """Rows and token count of a minibatch, known to every rank."""
 
     rows: Tensor  # of the table, with a token that a loss looks at
     tokens: int  # that are trained on
@@ -80,7 +80,7 @@ class Learner(ForwardPasses):
         """
         minibatch = torch.arange(len(share.all)) if rows is None else rows
         about = self._counted(share, targets, minibatch)
-        # no term of the loss looks at any token: weights, momentum and schedule stay as they are
+        # no term of the loss reads a token: weights, momentum and schedule are unchanged
         if not len(about.rows):
             return {"loss/total": 0.0, "optim/grad_norm": 0.0, "optim/updates": 0.0}
         if self.offload is not None:
@@ -90,7 +90,7 @@ class Learner(ForwardPasses):
         self.optimizer.zero_grad()
         self._nonfinite.begin()
         packs = self._packs(share, about.rows)
-        # copied before the first micro-batch: a copy among them would make the host wait for the
+        # copied before the first micro-batch: a copy between them would make the CPU wait for the
         # device
         columns = {mine.rows: on_device(targets, mine.rows, self.device) for mine in packs}
         about = replace(about, totals=about.totals.to(self.device))
@@ -195,7 +195,7 @@ class Learner(ForwardPasses):
     def _step(
         self, metrics: dict[str, float], whole: Callable[[], tuple[Batch, UpdateInputs] | None]
     ) -> dict[str, float]:
-        """Clip and step, unless something is not a number."""
+        """Clip and step, unless the loss or the gradient norm is not finite."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -221,8 +221,8 @@ class Learner(ForwardPasses):
 
 
 def on_device(targets: UpdateInputs, rows: Sequence[int], device: torch.device) -> UpdateInputs:
-    """The targets of a pack's rows on the device, in one copy, with segments that were found on the
-    host: a device would have to be waited for.
+    """Copy the targets of a pack's rows to the device at once, with segments computed on the CPU to
+    avoid a synchronization.
     """
     part = targets.rows(torch.tensor(rows, dtype=torch.int64))
     turns = part.turns

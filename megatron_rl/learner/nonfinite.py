@@ -25,7 +25,7 @@ from megatron_rl.learner.policy import RANDOM, Policy
 from megatron_rl.loss.prox_pass import DRAWS
 from megatron_rl.models.tensors import read_tensors, write_tensors
 
-STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
+STEPS_IN_A_ROW = 10  # steps whose updates may all be skipped; after more the run is stopped
 POLICY = "policy"
 CONFIG = "config.yaml"
 OF_BATCH = "batch."
@@ -34,12 +34,12 @@ Minibatch = tuple[Batch, UpdateInputs]
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number ends the run."""
+    """End of a run by a loss or gradient that is not finite."""
 
     hint = (
         "`megatron-rl rerun-step DUMP` repeats the update and names the first value that is no "
         "number. Then lower optim.lr or optim.megatron.clip_grad; "
-        "learner.on_nonfinite=skip_and_dump goes on without the update."
+        "learner.on_nonfinite=skip_and_dump skips the update and continues."
     )
 
 
@@ -72,7 +72,7 @@ class NonFiniteUpdates:
         metrics: Mapping[str, float],
         norm: float,
     ) -> None:
-        """`minibatch`: asked on all ranks, known on the driver."""
+        """`minibatch`: called on all ranks, returns the minibatch on the driver."""
         learner = self._learner
         learner.left_out_in_a_row += 1
         policy = learner.learner.on_nonfinite
@@ -86,21 +86,21 @@ class NonFiniteUpdates:
         if policy is OnNonFinite.raise_:
             raise NonFiniteError(
                 f"{found}: not a number, so the policy was left as it is{where}. "
-                "learner.on_nonfinite=skip goes on without this minibatch, skip_and_dump also "
+                "learner.on_nonfinite=skip skips this minibatch and continues, skip_and_dump also "
                 "writes each to disk"
             )
         if ends:
             raise NonFiniteError(
                 f"{found}: not a number, {in_a_row} updates in a row; learner.on_nonfinite="
                 f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. "
-                "Lower optim.lr, or mend what makes the value, and go on from a checkpoint"
+                "Lower optim.lr, or fix the cause of the value, and resume from a checkpoint"
             )
-        self._note(f"{found}: not a number, so that this update is left out{where}")
+        self._note(f"{found}: not a number, so this update is skipped{where}")
 
     def _dump(
         self, dump_dir: Path, minibatch: Minibatch | None, metrics: Mapping[str, float]
     ) -> str:
-        """Write the update on all ranks; how to repeat it, or why that will not do."""
+        """Write the update on all ranks; return how to repeat it, or the error."""
         folder = dump_dir / f"nonfinite_{self._learner.steps}"
         number = self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"
@@ -113,7 +113,7 @@ class NonFiniteUpdates:
         return f"; `megatron-rl rerun-step {path}` repeats it"
 
     def _on_driver(self, write: Callable[[], None]) -> str | None:
-        """Write on the driver alone; why that failed, on every rank."""
+        """Write on the driver alone; return the error, if any, on every rank."""
         problem = None
         if self._learner.is_driver:
             try:
@@ -145,7 +145,7 @@ class NonFiniteUpdates:
         write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
-        """Write each rank's part of the weights; why one of them could not."""
+        """Write each rank's part of the weights; return the error, if any."""
         outcome: dict[str, Any] = {}
         weights = (replace(one, tensor=one.tensor.cpu()) for one in self._weights())
         try:

@@ -1,10 +1,9 @@
-"""Offload of a rank's optimizer to pinned host memory while engines sample on its GPU, and its
+"""Offload of a rank's optimizer to pinned CPU memory while engines sample on its GPU, and its
 return for an update.
 
 Masters and moments are copied, gradients are dropped: every update begins with zeros. Weights stay,
-since a sync and the probe need them while the engine has its cache. What is moved are whole
-tensors, put in the places of the optimizer's own: a checkpoint that is taken meanwhile reads the
-host's copies, and needs to know nothing of it.
+since a sync and the probe need them while the engine has its cache. Whole tensors replace those of
+the optimizer: a checkpoint that is saved meanwhile reads the CPU copies unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,8 @@ Held = tuple[Tensor, Callable[[Tensor], None]]
 
 
 class OptimizerOffload:
-    """Moves the optimizer to the host's memory (`leave`) and back (`take_back`) where it is not
-    yet, on all ranks.
+    """Moves the optimizer to CPU memory (`leave`) and back (`take_back`) on all ranks; repeated
+    calls do nothing.
     """
 
     def __init__(self, optimizer: Any, chunks: Sequence[Any], device: torch.device) -> None:
@@ -34,7 +33,7 @@ class OptimizerOffload:
         self._optimizer = optimizer
         self._chunks = chunks
         self._device = device
-        self._places: list[Tensor] = []  # on the host, used again each time
+        self._places: list[Tensor] = []  # in CPU memory, reused each time
 
     def leave(self) -> None:
         if self.away:
@@ -84,7 +83,7 @@ class OptimizerOffload:
 
 
 def _places(tensors: Sequence[Tensor], pinned: bool) -> list[Tensor]:
-    """Room for each of the tensors on the host, in blocks that hold many."""
+    """Allocate CPU memory for each of the tensors, in blocks that hold many."""
     places: list[Tensor] = []
     block = torch.empty(0, dtype=torch.uint8)
     at = 0

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_rl.config.schema import Decay, OptimSection, Precision
 from megatron_rl.learner.modules import limits
 
-# of OptimizerConfig, where `optim.megatron` names no others
+# defaults of OptimizerConfig, below `optim.megatron`
 DEFAULTS = {
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
@@ -45,8 +45,8 @@ def optimizer_config(
 
 
 def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
-    """Settings of sums over replicas: on GPUs a bucket travels once backward has filled it, on
-    hosts all at the end.
+    """Settings of gradient sums over replicas: on GPUs a bucket is reduced once backward has filled
+    it, on CPUs all at the end.
     """
     given = _those_of(DistributedDataParallelConfig, optim.megatron)
     return DistributedDataParallelConfig(

@@ -59,7 +59,7 @@ class LearnerRank:
         limit_new_threads_to_one_core()  # gloo's
         try:
             _join(self.rank, self.world_size, self.limit)
-            # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
+            # rank 0 joins once a colocated engine sleeps; no GPU is used before
             self.device = _device()
             self.groups = self._form_groups(learner)
         except dist.DistStoreError as error:
@@ -112,7 +112,9 @@ class LearnerRank:
         return total
 
     def broadcast(self, value: Any = None) -> Any:
-        """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
+        """Return the driver's value on every rank: tensors, Batch, and plain JSON values around
+        them.
+        """
         tensors: list[Tensor] = []
         if self.world_size == 1:
             return value
@@ -145,12 +147,12 @@ class ReplicaSums:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """[K, n] of each replica; n may differ."""
-        told = exchange(values.tolist() if self._ranks.reports else None)
-        return [torch.tensor(one, dtype=values.dtype) for one in told if one is not None]
+        gathered = exchange(values.tolist() if self._ranks.reports else None)
+        return [torch.tensor(one, dtype=values.dtype) for one in gathered if one is not None]
 
 
 def require_same_place(ours: Place) -> None:
-    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard
+    """Raise on every rank if a rank's place differs from megatron-core's: it would load one shard
     and send another.
     """
     megatrons = Place(
@@ -209,7 +211,7 @@ def _device() -> torch.device:
 def _join(rank: int, world_size: int, limit: timedelta) -> None:
     if dist.is_initialized():
         return
-    # tensors in host memory go through gloo even where NCCL moves the gradients
+    # tensors in CPU memory use gloo even if NCCL reduces the gradients
     backend = "gloo" if cpu.ON_CPU else "cpu:gloo,cuda:nccl"
     if world_size == 1:
         # no other rank to find: a store in this process opens no port
@@ -234,14 +236,14 @@ def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
     listener = None
     if rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # a node's own name may stand for loopback there, where nobody else could reach it
+        # a node's own name may resolve to loopback there, which other nodes cannot reach
         if address[0] == host or not ipaddress.ip_address(address[0]).is_loopback:
             listener = socket.create_server(address[:2], family=family).detach()
     return dist.TCPStore(host, port, world_size, rank == 0, limit, master_listen_fd=listener)
 
 
 def leave() -> None:
-    """Give the process groups back, so that another learner may join in this process."""
+    """Destroy the process groups, so that another learner may be created in this process."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

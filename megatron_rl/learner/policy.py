@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# patches the host before megatron is imported
+# patches torch for CPUs before megatron is imported
 from megatron_rl.learner.parallel import LearnerRank, leave
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
@@ -159,7 +159,7 @@ class Policy:
         self.load(weights.random_tensors(self.model, seed))
 
     def load(self, get_hf: Callable[[str], Tensor], adapters_alone: bool = False) -> None:
-        """Adapters that `get_hf` does not know begin as ones that change nothing."""
+        """Load weights; adapters that `get_hf` lacks start with no effect."""
         named = (
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -194,10 +194,12 @@ class Policy:
         if "rng.device" in tensors and self.device.type != "cpu":
             torch.cuda.set_rng_state(tensors["rng.device"])
 
-    # talking to the other ranks
+    # communication with the other ranks
 
     def broadcast(self, value: Any = None) -> Any:
-        """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
+        """Return the driver's value on every rank: tensors, Batch, and plain JSON values around
+        them.
+        """
         return self.ranks.broadcast(value)
 
     def release_memory(self) -> None:
@@ -206,7 +208,7 @@ class Policy:
             self.offload.leave()
         if self.device.type != "cpu" and self._engine_sleeps:
             torch.cuda.empty_cache()
-            exchange(None)  # no rank is still holding on when the driver goes ahead
+            exchange(None)  # all ranks have released their memory before the driver continues
 
     def close(self) -> None:
         leave()

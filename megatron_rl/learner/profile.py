@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
+# traced micro-batches per pass, its last ones: an update of 36 layers is 60 MB on a CPU, 4
+# compressed
 MICRO_BATCHES = 2
 LARGEST = 40  # kinds of tensors that are listed
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -30,7 +31,7 @@ class Profiler:
         rank: int | None,
         note: Callable[[str], None],
     ) -> None:
-        # rank: None where another one speaks
+        # rank: None if another rank records
         self._steps = steps if folder is not None and rank is not None else ()
         self._folder = folder or NO_FOLDER
         self._rank = rank
@@ -41,7 +42,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around all that a step does with the learner."""
+        """Context of a step of the learner."""
         self._step = step if step in self._steps else None
         self._passes = 0
         try:
@@ -51,7 +52,7 @@ class Profiler:
 
     @contextmanager
     def tracing(self, name: str, micro_batches: int) -> Iterator[None]:
-        """Around a pass over so many micro-batches, and what belongs to it."""
+        """Context of a pass over so many micro-batches."""
         if self._step is None:
             yield
             return
@@ -82,7 +83,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._running.export_chrome_trace(str(folder / name))
-        except OSError as error:  # the run goes on
+        except OSError as error:  # the run continues
             said = f"no trace in {folder}: {error.strerror or error}"
         if self._passes == 1:
             self._note(f"profile  step {self._step}: {said}")
@@ -95,7 +96,7 @@ def dump_on_oom(folder: Path, rank: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         tensors = folder / f"memory_rank_{rank}.txt"
-        with suppress(OSError):  # a full disk takes nothing from the error
+        with suppress(OSError):  # a full disk must not hide the error
             folder.mkdir(parents=True, exist_ok=True)
             summary = torch.cuda.memory_summary() if torch.cuda.is_available() else ""
             tensors.write_text("\n".join([*_largest(), summary]), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Data plane of the learner: splits a batch's rows among replicas, hands each replica its rows of the
-driver's batch, tells a replica's ranks what one of them found, collects results on the driver.
+"""Data plane of the learner: splits a batch's rows among replicas, hands each replica its rows of
+the driver's batch, shares the results of one rank of a replica with the others, collects results on
+the driver.
 
 Rows go from the driver to a replica's first rank and on to the ranks that share the model with it,
 in pieces of bounded size; columns of all rows come back the same way. Every rank knows all lengths,
@@ -117,19 +118,19 @@ class DataPlane:
         return mine
 
     def announce(self, batch: Batch | None) -> BatchInfo:
-        """What every rank has to know of the driver's batch."""
-        told: Any = None
+        """Broadcast the table and column sizes of the driver's batch to every rank."""
+        header: Any = None
         if batch is not None:
             about = BatchInfo.of(batch)
-            told = {
+            header = {
                 "table": about.table.columns,
                 "about": [about.trained_B, about.kept_sizes_B, about.columns],
             }
-        told = self._ranks.broadcast(told)
-        return BatchInfo(Table(**told["table"]), *told["about"])
+        header = self._ranks.broadcast(header)
+        return BatchInfo(Table(**header["table"]), *header["about"])
 
     def hand_out(self, batch: Batch | None, about: BatchInfo, rows_of: Sequence[Tensor]) -> Share:
-        """This replica's rows of the driver's batch."""
+        """Send each replica its rows of the driver's batch; return this replica's."""
         got: dict[str, Tensor] = {}
         for replica, rows in enumerate(rows_of):
             for name in about.columns:
@@ -232,8 +233,8 @@ class DataPlane:
     def _receivers(
         self, replica: int, name: str, about: BatchInfo
     ) -> Iterator[tuple[list[int], list[int] | None]]:
-        """Ranks that have the same of a column, and of which layers; None: all of it. A stage
-        chooses for its own.
+        """Yield ranks that receive the same part of a column, and its layers; None: all. Stages
+        receive their own layers.
         """
         layout = self._ranks.layout
         stages = self._stages[replica]

@@ -1,7 +1,7 @@
 """A learner's state as checkpoints save and restore it: weights, optimizer, random states, the
 maxima it has measured.
 
-Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
+Weights and optimizer are kept as full tensors (`models/shards.py`), so that any layout can resume.
 """
 
 import json
@@ -94,7 +94,7 @@ class LearnerState:
                 yield find(name, self._learner.shape), parameter
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The small rest of the state, which is this rank's own: tensors, and text."""
+        """Return the rest of the state, which is specific to this rank: tensors and text."""
         measured = {name: value.clone() for name, value in self._learner.measured.items()}
         text = {
             "rng.python": json.dumps(random.getstate()),

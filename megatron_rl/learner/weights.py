@@ -1,5 +1,5 @@
-"""Fills a rank's parameters from Hugging Face tensors or at random, and exchanges or re-rounds them
-for a while.
+"""Loads a rank's parameters from Hugging Face tensors or at random; swaps or re-rounds them
+temporarily.
 """
 
 import math
@@ -79,7 +79,7 @@ def with_new_adapters(
 
 @contextmanager
 def exchanged(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Let the parameters hold other values for a while."""
+    """Swap the values of the parameters inside the context."""
     present = [parameter.detach().clone() for parameter in parameters]
     _overwrite(parameters, others)
     try:

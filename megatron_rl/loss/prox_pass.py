@@ -1,5 +1,5 @@
-"""Whether a recipe needs a prox pass (a batch scored before the learner updates on it), and which
-keys ask for one.
+"""Check whether a recipe needs a prox pass (a forward pass over the batch before its first update),
+and which keys require it.
 
 A single update's own forward pass gives the same logprobs, too late only for what has to be known
 of the whole batch before the first gradient.
@@ -36,8 +36,8 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
 def prox_readers(
     correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection
 ) -> list[str]:
-    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will
-    do.
+    """Yield keys that require a separate pass with `anchor: prox`; none: the update's forward pass
+    suffices.
     """
     found = list(of_the_whole_batch(correction))
     if learner.n_minibatches > 1:

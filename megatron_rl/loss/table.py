@@ -39,13 +39,13 @@ class Loss:
     ratio: bool = True  # r is a factor: what lies between pi and the anchor is corrected for
     # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
     band: Literal["", "closed", "open"] = ""
-    per_row: bool = False  # one ratio for each answer: a mean over answers, not over tokens
+    per_row: bool = False  # one ratio per response: a mean over responses, not over tokens
     # tokens by covariance: the highest ones, or drawn inside a band
     selects: Literal["", "highest", "drawn"] = ""
     against_sampler: bool = False  # its anchor has to be the sampler
-    # what clip_low and clip_high are between in use; outside, a note says so
+    # usual range of clip_low and clip_high; a note warns outside of it
     clips: tuple[float, float] = (0.02, 1.0)
-    # of the data set's own answers: no anchor, and advantages do not matter
+    # for the data set's own answers: no anchor, advantages are ignored
     supervised: bool = False
 
     @property
@@ -70,7 +70,7 @@ def _clipped_surrogate(terms: Terms, ratio_N: Tensor, config: LossConfig) -> Res
 
 
 def _by_sign(active_N: Tensor, advantages_N: Tensor) -> dict[str, Tensor]:
-    """Where a clip is active, for positive and for negative advantages."""
+    """Split the mask of active clips by the sign of the advantage."""
     return {
         "clip_fraction_high": active_N & (advantages_N > 0),
         "clip_fraction_low": active_N & (advantages_N < 0),

@@ -1,5 +1,5 @@
-"""Checks of a recipe against machine, model and files before a run, a server, or a model that
-answers alone starts: every problem in one error, or in a list for the planner; and notes.
+"""Checks of a recipe against machine, model and files before a run, a server or a standalone model
+starts: every problem in one error, or in a list for the planner; and notes.
 """
 
 import math
@@ -23,7 +23,7 @@ from megatron_rl.preflight.sizes import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards import pool as rewards
 
-# compute capability that Transformer Engine wants of a GPU, by its kind of scales
+# compute capability that Transformer Engine requires, by kind of scales
 FP8_RECIPES = {"tensorwise": FP8_CAPABILITY, "blockwise": 9.0, "mxfp8": 10.0}
 
 
@@ -33,9 +33,9 @@ class Checked:
 
     machine: Machine
     policy: Model
-    # what is not here, of a recipe that is checked for a machine elsewhere
+    # missing files, if the recipe is checked for another machine
     to_bring: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # what may be meant, but surprises
+    notes: tuple[str, ...] = ()  # valid settings that may surprise
 
 
 def check(
@@ -66,9 +66,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
-    """All that speaks against a recipe. A plan does not need its files; what is queued has to find
-    them: `complete`.
-    """
+    """Return every problem of a recipe. `complete`: its files have to exist, as for a job."""
     facts, found = _facts(config, on, cards=True)
     if complete:
         found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]
@@ -78,8 +76,8 @@ def problems(config: schema.Config, on: Machine | None = None, complete: bool = 
 def _facts(
     config: schema.Config, on: Machine | None, cards: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """The sections, and what is outside of them: the machine and the model; what cannot be had is a
-    problem.
+    """Return the facts for the rules: sections, machine, model. Facts that cannot be read are
+    problems.
     """
     sets = held_out(config)
     facts: dict[str, Any] = vars(config) | {
@@ -97,7 +95,7 @@ def _facts(
         hf_config = (read_card if on or cards else read_hf_config)(config.model.folder)
         layout = Layout.from_config(config.learner)
         policy = Model.of(hf_config, layout, lora=Lora.of(config.learner.lora))
-        # of which sizes can be believed
+        # config.json with valid sizes
         facts |= {"policy": policy, "hf_config": hf_config, "shape": policy.shape}
     except ConfigError as error:
         problems.append(str(error))
@@ -107,9 +105,7 @@ def _facts(
 
 
 def check_served(model: schema.ModelSection) -> None:
-    """The folder of a server, whose weights come from the run: config.json against what else lies
-    there.
-    """
+    """Check the model folder of a server, whose weights come from the run."""
     try:
         hf_config = read_hf_config(model.folder)
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
@@ -119,8 +115,8 @@ def check_served(model: schema.ModelSection) -> None:
 
 
 def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
-    """A model stored in `weights` that answers without a run. Returns what is to be said, raises
-    what is wrong.
+    """Check a stored model that is used without a run. Returns notes; raises ConfigError with the
+    problems.
     """
     facts, problems = _facts(config, None)
     if "shape" in facts:
@@ -133,13 +129,13 @@ def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
 
 
 def check_watched(config: schema.Config) -> None:
-    """Whether the modules of a learner and an engine can be looked at here."""
+    """Check that the modules of a learner and an engine can be compared on this machine."""
     facts, _ = _facts(config, None)
     refuse(f"mismatch: {why}" for why in findings([engine.unwatchable], facts))
 
 
 def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """A model whose stored weights are quantized."""
+    """Refuse a model whose stored weights are quantized."""
     if "quantization_config" in hf_config:
         yield (
             f"model.path: {model.path} is already quantized; name the BF16 model, and let "
@@ -235,7 +231,7 @@ def environment(
 
     try:
         about = check_importable(environment, run.variables)
-        if model.folder.is_dir():  # else it is still to be brought
+        if model.folder.is_dir():  # else the folder is missing so far
             yield from problems(
                 environment, model.folder, data.chat_template_kwargs or {}, about.tools, about.agent
             )

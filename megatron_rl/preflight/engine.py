@@ -54,7 +54,7 @@ def _experts(
         )
     elif machine.kind == Device.cpu and {True} in quantized.values():
         yield (
-            f"quantization.format: {format} experts have no kernel on hosts; add "
+            f"quantization.format: {format} experts have no kernel on CPUs; add "
             f"{EXPERTS_PATTERN!r} to quantization.ignore (the experts stay in BF16, everything "
             "else is quantized), or use format none"
         )
@@ -75,9 +75,9 @@ def routed(
 def unwatchable(
     machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection
 ) -> Iterator[str]:
-    """Why the modules of both engines cannot be looked at."""
+    """Yield reasons why the modules of learner and engine cannot be compared."""
     if machine.kind != Device.cpu:
-        yield "comparing modules is built for hosts so far; leave it out on GPUs"
+        yield "comparing modules is supported on CPUs only so far; leave it out on GPUs"
     if uses_servers(sampler) or len(set(sampler.formats)) > 1:
         yield "servers and engines of several formats do not show their modules; leave it out"
     if sampler.tensor_parallel > 1:
@@ -92,7 +92,9 @@ def unwatchable(
 def ignored(
     shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection
 ) -> Iterator[str]:
-    """Entries that name nothing: what they were meant for would be quantized without a word."""
+    """Report entries that match no layer: the layers they were meant for would be quantized
+    silently.
+    """
     if all(format == Format.none for format in replica_formats(sampler, quantization)):
         return
     modules = {name.rpartition(".")[0] for param in params(shape) for name in param.hf} | {
@@ -100,7 +102,7 @@ def ignored(
     }
     for entry in quantization.ignore:
         if entry == EXPERTS_PATTERN and not shape.experts:
-            continue  # conf/cluster/cpu.yaml has it for every model
+            continue  # conf/cluster/cpu.yaml sets it for every model
         if not any(is_ignored(module, [entry]) for module in modules):
             hint = did_you_mean(entry, modules, "did you mean {}? ")
             yield (
@@ -126,7 +128,7 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
         return
     value = f"quantization.kv_cache: {quantization.kv_cache}"
     if machine.kind == Device.cpu:
-        yield f"{value} is for GPUs; use none"
+        yield f"{value} needs a GPU; use none"
     elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
         yield f"{value} needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}; use none"
 
@@ -194,8 +196,8 @@ def transport(
     if name == Transport.ipc:
         if found.learner_nodes > 1:
             yield (
-                "sync.transport: ipc shares memory within one host, but the learner has "
-                f"{found.learner} ranks and this host {machine.gpus} GPUs; use nccl with the engine "
+                "sync.transport: ipc shares memory within one machine, but the learner has "
+                f"{found.learner} ranks on {machine.gpus} GPUs; use nccl with the engine "
                 "on GPUs of its own, or file"
             )
         elif found.shared != found.local:
@@ -224,7 +226,7 @@ def top_k_support(
         yield f"rollout.top_k: {rollout.top_k} of a vocabulary of {shape.vocab} keeps everything; lower it, or null"
     elif uses_servers(sampler) and rollout.candidates > shape.vocab:
         yield (
-            f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} "
+            f"rollout.top_k: {rollout.top_k}, but servers have to return {rollout.candidates} "
             f"candidates, more than the vocabulary of {shape.vocab} has; use at most "
             f"{shape.vocab - TIES}, or engines of the run"
         )

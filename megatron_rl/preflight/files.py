@@ -1,6 +1,5 @@
-"""Checks of what a recipe names: absent files, folders, W&B key, servers; whether config.json,
-weights and tokenizer agree. `read_card`: config.json of a model, out of conf/model/ where its
-folder is not here.
+"""Checks of files, folders, W&B key and servers in a recipe; consistency of config.json, weights
+and tokenizer. `read_card`: config.json of a model, from conf/model/ if its folder is missing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +26,13 @@ LARGEST_TOKENIZER = 256 << 20
 
 @dataclass(frozen=True)
 class Absent:
-    what: str  # for whoever brings it
-    error: str  # for whoever wants to start here
+    what: str  # description, in a list of missing files
+    error: str  # error message, if the run is to start here
 
 
 def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
-    """The config.json of a model that is elsewhere: its own where the folder is here, or the card
-    of its name.
+    """Read the config.json of a model: from its folder, or from the card of its name if that is
+    missing.
     """
     if (Path(path) / "config.json").is_file():
         return read_hf_config(path, key)
@@ -55,7 +54,7 @@ def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
         parts = "config.json and tokenizer"
         if weights:
             parts = "config.json, tokenizer and .safetensors"
-        yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
+        yield Absent(f"{folder}: {parts} (model.path)", "")  # reported by read_hf_config
     elif weights and not _holds_weights(folder):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
@@ -132,7 +131,7 @@ def weight_errors(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
-    """Stored weights against config.json, where a run begins with them."""
+    """Check stored weights against config.json, if a run starts from them."""
     folder = Path(model.path)
     if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
         yield from (f"model.path: {each}" for each in weight_errors(folder, shape))
@@ -143,9 +142,9 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
-    """Tokens that the embedding has no row for."""
+    """Report tokens without a row in the embedding."""
     file = model.folder / "tokenizer.json"
-    if not file.is_file():  # said where the data is read
+    if not file.is_file():  # reported when the data is read
         return
     try:
         if file.stat().st_size > LARGEST_TOKENIZER:
@@ -172,8 +171,8 @@ def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
 def end_of_text(
     model: schema.ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Ids that end an answer. An answer that never ends costs rollout.max_response_tokens each
-    time.
+    """Check the ids that end a response; without them every response has
+    rollout.max_response_tokens.
     """
     found = {"config.json": hf_config}
     for name in ("generation_config.json", "tokenizer_config.json"):
@@ -182,7 +181,7 @@ def end_of_text(
                 found[name] = read_json(model.folder / name)
             except ValueError as error:
                 yield f"model.path: {error}"
-    found.pop("tokenizer_config.json", None)  # that it can be read is enough
+    found.pop("tokenizer_config.json", None)  # only its syntax is checked
     for name, content in found.items():
         given = content.get("eos_token_id")
         ids = given if isinstance(given, list) else [given]
@@ -195,7 +194,7 @@ def end_of_text(
 
 
 def exported(model: schema.ModelSection, checkpoint: schema.CheckpointSection) -> Iterator[str]:
-    """What an export at the end of the run would copy."""
+    """Check the files that the export at the end of the run would copy."""
     if checkpoint.export_hf and model.folder.is_dir():
         try:
             weight_files.companions(model.folder)

@@ -43,7 +43,7 @@ NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?(?:-([1
 
 
 class NoGpu(ConfigError):
-    """A GPU is asked for on a machine without."""
+    """A GPU is requested on a machine without one."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Machine:
     gib: float = 0.0  # memory of a GPU; 0: not known
     driver: str = ""  # NVIDIA's version of it
     host_gib: float = 0.0  # a node's own memory; 0: not known
-    # keys and values for a small model, where a host lacks instructions
+    # faster settings for a small model, if the CPU lacks BF16 instructions
     fastest: tuple[tuple[str, str], ...] = ()
 
     @property
     def gpu(self) -> Gpu | None:
-        """What kind it is, where its name says so: the longest of our names that is in it."""
+        """Kind of the GPU: the longest known name that its name contains; None if there is none."""
         found = [name for name in GPUS if name in re.split(r"[^A-Z0-9]+", self.name.upper())]
         if found:
             return GPUS[max(found, key=len)]
@@ -74,7 +74,7 @@ class Machine:
 
 
 def own(recipe: Path, overrides: Sequence[str]) -> str:
-    """What `--on own` stands for: the machine of the recipe's cluster."""
+    """Return the machine of the recipe's cluster, for `--on own`."""
     name, machine = cluster(recipe, overrides)
     if machine is None:
         raise ConfigError(
@@ -85,9 +85,7 @@ def own(recipe: Path, overrides: Sequence[str]) -> str:
 
 
 def named(text: str) -> Machine:
-    """The machine that NODESxGPUSxNAME-GIB-HOST stands for: memory of a GPU and of a node, which
-    may be left out.
-    """
+    """Parse NODESxGPUSxNAME-GIB-HOST; GIB (GPU memory) and HOST (node memory) are optional."""
     match = NAMED.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -127,11 +125,11 @@ def detect(wanted: Device = Device.auto) -> Machine:
             f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer "
             "one"
         )
-    if gpu is None and _installed("vllm"):  # its build for hosts has a name of its own
+    if gpu is None and _installed("vllm"):  # its CPU build has another name
         raise ConfigError(
             f"run.device: {wanted}, but what is installed is the gpu set and no GPU is used here; "
             "run this where there is one, check a recipe for such a machine with --dry-run --on "
-            "1x8xH100-80, or install for hosts (make clean, make EXTRA=cpu install)"
+            "1x8xH100-80, or install the CPU set (make clean, make EXTRA=cpu install)"
         )
     return gpu or Machine(
         Device.cpu, f"{platform.machine()} CPU", fastest=tuple(instructions.fastest().items())
@@ -156,7 +154,7 @@ def _gpu() -> Machine | None:
         return None
     name, capability, memory, driver = found[0]
     try:
-        # it answers in MiB
+        # in MiB
         gib = float(memory) / 1024
         host = installed_gib()
         return Machine(

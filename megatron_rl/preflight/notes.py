@@ -39,7 +39,7 @@ def unseen_steps(run: schema.RunSection, log: schema.LogSection) -> Iterator[str
 
 
 def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
-    """A clip of another loss: of another size, so that it never acts, or always does."""
+    """Note on a clip range of another loss, which would never act or always."""
     about = LOSSES[loss.name]
     least, most = about.clips
     read = [key for key in CLIP if key in about.reads]
@@ -66,7 +66,7 @@ def _preset(loss: str) -> str:
 def chat_template(
     environment: schema.EnvironmentSection, data: schema.DataSection, model: schema.ModelSection
 ) -> Iterator[str]:
-    """What the model's template does to the turns of a conversation."""
+    """Note on how the model's chat template renders the turns of a conversation."""
     if environment.name is not None and has_template(model.folder):
         from megatron_rl.environments.templates import describe
 
@@ -80,7 +80,7 @@ def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Itera
 def plain_text(
     model: schema.ModelSection, data: schema.DataSection, paths: Iterable[str]
 ) -> Iterator[str]:
-    """Files whose prompts a chat model would read as they stand."""
+    """Note on plain-text prompts that a chat model would get without its template."""
     if (
         data.chat_template_kwargs is not None
         or data.system_prompt is not None
@@ -99,13 +99,13 @@ def plain_text(
 def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
     if machine.fastest and learner.precision is schema.Precision.bf16:
         yield (
-            "this host multiplies BF16 in FP32, as env.json says under host; a small model is "
+            "this CPU multiplies BF16 in FP32 (see host in env.json); a small model is "
             "faster with " + " ".join(f"{key}={value}" for key, value in machine.fastest)
         )
 
 
 def _is_text(file: Path, key: str) -> bool:
-    """Whether the first row has text there; what cannot be read is said elsewhere."""
+    """True if the first row has text in that column; unreadable files are reported elsewhere."""
     if not file.is_file():
         return False
     try:
@@ -123,10 +123,10 @@ def _is_text(file: Path, key: str) -> bool:
 
 @dataclass(frozen=True)
 class Writes:
-    """Bytes. Compression and shorter answers make rollouts less."""
+    """Estimated bytes written by a run; compression and shorter responses reduce the rollouts."""
 
     checkpoint: int
-    checkpoints: int  # how many stay, and the one that is being written
+    checkpoints: int  # number kept, plus the one being written
     rollouts: int
     models: int  # the last one, and the best where one is asked for
     lines: int
@@ -166,22 +166,22 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
 
 
 def free(root: str) -> int:
-    """Free bytes on the disk of the run's directory, which may be still to be made."""
+    """Return the free bytes on the disk of the run's directory, which need not exist yet."""
     folder = Path(root).absolute()
     place = next(each for each in (folder, *folder.parents) if each.is_dir())
     return shutil.disk_usage(place).free
 
 
 def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Iterator[str]:
-    """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not
-    fit.
+    """Note on too little disk space; no error, as the estimate is an upper bound and a full disk
+    does not stop a run.
     """
     if elsewhere:
         return
     wanted = writes(shape, config)
     try:
         room = free(config.run.root)
-    except OSError:  # of a mount that does not answer
+    except OSError:  # a mount that does not respond
         return
     if room < wanted.total:
         yield (

@@ -1,5 +1,5 @@
 """Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; rules of
-checks.py against what does not fit there, or in a host's memory. Torch-free.
+checks.py on GPU counts and on the memory of a CPU machine. Torch-free.
 
 python -m megatron_rl.preflight.roles RECIPE [key=value ...]
 
@@ -16,7 +16,7 @@ from megatron_rl.config.fleet import HOST_CACHE_BYTES, distant, gpus_of_engines,
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine, installed_gib
 
-# of one process that has done nothing yet, as measured
+# memory of an idle process, as measured
 RANK_GIB = 0.6
 WORKER_GIB = 0.03
 
@@ -54,7 +54,7 @@ class Roles:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """What GPUs are used for, and how many."""
+        """Number of GPUs by use."""
         counts = {
             "learner": self.learner - len(self.shared),
             "learner and engine": len(self.shared),
@@ -64,7 +64,9 @@ class Roles:
 
 
 def roles(layout: Layout, sampler: schema.SamplerSection, per_node: int) -> Roles:
-    """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
+    """Return the roles of GPUs. `per_node`: GPUs of a node; 0 on CPU machines, where each process
+    counts as one.
+    """
     started = own_engines(sampler)
     total = layout.world + started * sampler.tensor_parallel
     width = per_node or total
@@ -85,7 +87,7 @@ def roles(layout: Layout, sampler: schema.SamplerSection, per_node: int) -> Role
 def ranks(
     machine: Machine, learner: schema.LearnerSection, sampler: schema.SamplerSection
 ) -> Iterator[str]:
-    """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
+    """Check that each rank of the learner has a GPU; servers of the job run on other nodes."""
     world = Layout.from_config(learner).world
     there = machine.nodes * machine.gpus
     if not there:
@@ -113,7 +115,7 @@ def ranks(
 def engine_gpus(
     machine: Machine, sampler: schema.SamplerSection, learner: schema.LearnerSection
 ) -> Iterator[str]:
-    """GPUs that are there, and that the learner leaves to the engines."""
+    """Check that the engines' GPUs exist and are not used by the learner."""
     if machine.kind == schema.Device.cpu or not machine.gpus:
         return
     found = roles(Layout.from_config(learner), sampler, machine.gpus)
@@ -141,10 +143,10 @@ def host_memory(
     learner: schema.LearnerSection,
     reward: schema.RewardSection,
 ) -> Iterator[str]:
-    """Processes that have done nothing yet, and KV caches: hosts kill processes that take too
-    much.
+    """Check that idle processes and KV caches fit into memory: the kernel kills processes that
+    exceed it.
     """
-    if machine.kind != schema.Device.cpu:  # hosts of GPUs have enough, and may be elsewhere
+    if machine.kind != schema.Device.cpu:  # GPU machines have enough, and may be elsewhere
         return
     ranks = Layout.from_config(learner).world
     engines = own_engines(sampler) * sampler.tensor_parallel
@@ -162,7 +164,7 @@ def host_memory(
 
 
 def reach(sampler: schema.SamplerSection, sync: schema.SyncSection) -> Iterator[str]:
-    """A sync folder that servers on other machines cannot read."""
+    """Report a sync folder that servers on other machines cannot read."""
     elsewhere = distant(sampler)
     if sampler.dedicated_nodes and not elsewhere:
         elsewhere = ["a server on another node"]
@@ -174,13 +176,13 @@ def reach(sampler: schema.SamplerSection, sync: schema.SyncSection) -> Iterator[
 
 
 def for_a_job(recipe: str, overrides: Sequence[str]) -> str:
-    """What is wrong with the recipe is found by the dry run that follows: only what cannot be read
-    ends it here.
+    """Return the sizes that batch scripts need; only unreadable recipes fail, as the dry run checks
+    the rest.
     """
     config, _ = read(recipe, overrides)
     sampler = config.sampler
     servers = 0
-    if sampler.dedicated_nodes and not sampler.addresses:  # given ones are there already
+    if sampler.dedicated_nodes and not sampler.addresses:  # servers given by address exist already
         servers = sampler.engines
     ranks = Layout.from_config(config.learner).world
     run = f"{config.run.root}/{config.run.name}"

@@ -35,7 +35,7 @@ def _truth(answer: str) -> list[Any]:
 def _parsed(text: str, targets: tuple[Any, ...]) -> list[Any]:
     try:
         return parse(text, targets, raise_on_error=True)
-    except Exception:  # whatever sympy raises; the library reads it as nothing found
+    except Exception:  # sympy raises many types; the library treats each as no match
         return []
 
 
@@ -60,7 +60,7 @@ def reward(task: Task) -> Judgement:
     for pair in product(truth, response):
         try:
             if verify(*pair, PRECISION, raise_on_error=True):
-                # whatever equals the truth is one answer
+                # everything equal to the truth counts as one answer
                 return Judgement(Verdict.right, answer=_text(truth))
         except TimeoutException:
             late = True

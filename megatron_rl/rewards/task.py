@@ -25,23 +25,23 @@ class Task:
 @dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
-    score: float | None = None  # None: what the verdict is worth, 1 or reward.wrong
-    # more numbers of the reward's own, for the metrics
+    score: float | None = None  # None: 1 or reward.wrong, by the verdict
+    # further numbers of the reward, for the metrics
     details: Mapping[str, float] = field(default_factory=dict)
-    # what was found in the response; two that mean the same are the same text
+    # answer extracted from the response; equal answers have equal text
     answer: str | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a worker sends back of a task."""
+    """Result of a task, as a worker returns it."""
 
     reward: float
     verdict: Verdict
     error: str | None = None  # why there is no score
     details: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
-    away: bool = False  # a connection that failed is behind the error
+    away: bool = False  # True if a failed connection caused the error
 
 
 # None: this reward does not apply to this row
@@ -49,7 +49,7 @@ Reward = Callable[[Task], Judgement | None]
 
 
 def verifier(judge: Callable[[Task], Judgement]) -> Reward:
-    """A truncated answer is wrong: what happens to stand last in it is no answer."""
+    """Wrap a verifier so that truncated responses are wrong: their last text is no answer."""
     return lambda task: judge(task) if task.finish_reason == "stop" else Judgement(Verdict.wrong)
 
 

@@ -66,10 +66,10 @@ def main(descriptor: int, parent: int) -> None:
 def judge(rewards: Rewards, content: bytes) -> Score:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
-    except BaseException as error:  # a reward is user code: whatever it raises is its result
-        # also of one whose own text cannot be made
+    except BaseException as error:  # a reward is user code: any exception is its result
+        # works even if the exception's own __str__ fails
         text = "".join(traceback.format_exception_only(error)).strip()
-        # whatever a library has made of it
+        # search the whole chain: a library may have wrapped the connection error
         away = AWAY.search("".join(traceback.format_exception(error))) is not None
         return Score(0.0, Verdict.error, _sendable(text[:MAX_ERROR]), away=away)
     if judged.verdict == Verdict.timeout:

@@ -43,7 +43,7 @@ TURN_STARTS = (1, 2, 3, 4, 8, 16)
 PLACES = ("first", "2 to 4", "5 to 16", "17 to 64", "65 on", "last")
 PLACE_STARTS = (1, 4, 16, 64)
 LABELS = {"turn": TURNS, "place": PLACES}
-# what stands for these in a step's metrics: the first, the last, and all between
+# their groups in a step's metrics: first, middle and last turns
 SHOWN = {"turn": ("first_turn", "last_turn", "middle_turns"), "place": ("turn_start", "turn_end")}
 AGES = ("fresh", "stale")
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -117,7 +117,7 @@ def breakdowns(
 
 
 def _count(numbers_N: Tensor) -> int:
-    """One more than the largest number; 0 where there is none."""
+    """Return the largest number plus one; 0 if there is none."""
     return int(numbers_N.max()) + 1 if len(numbers_N) else 0
 
 

@@ -157,7 +157,7 @@ def rollout_correction(
                 kept_part_N = kept_part_N & ~violations(rule, ratio)
         kept_N[part.tokens] = kept_part_N
         mismatch.count(ratio)
-        parts.append(replace(part, ratio=replace(ratio)))  # without what it has derived
+        parts.append(replace(part, ratio=replace(ratio)))  # without derived tensors
     _apply_budgets(parts, kept_N, unconditional, replicas)
     cap = config.weight.high
     if config.weight.target_ess is not None:
@@ -299,7 +299,7 @@ def _weigh(
     weight = config.weight
     applied = WeightSums()
     for part in parts:
-        ratio = replace(part.ratio)  # what it derives is gone before the next part's
+        ratio = replace(part.ratio)  # its derived tensors are freed before the next part
         out_N = weights_N[part.tokens]  # the memory of `ratio.d_N`
         kept_float_N = as_float(kept_N[part.tokens])
         kept_B = ratio.rows.count(kept_N[part.tokens])
@@ -418,5 +418,5 @@ def _refuse_faults(batch: Batch, replicas: Replicas) -> None:
         first = f"; one is {value} at position {at} of a response"
     raise ValueError(
         f"{faults} of the sampler's logprobs are NaN or infinite{first}; correction.non_finite: "
-        "raise stops here, drop, one, zero or reject go on"
+        "raise stops the run; drop, one, zero or reject continue"
     )

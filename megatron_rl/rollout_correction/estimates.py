@@ -1,7 +1,7 @@
 """Estimate of the mean reward that the learner itself would have earned, by importance weights.
 
-A quantized sampler that answers worse lowers the logged reward while the policy is as good as
-before; weighing each answer by the product of its ratios turns it into the learner's.
+A quantized sampler may lower the logged reward although the policy is unchanged; weighing each
+response by the product of its ratios estimates the learner's.
 
 Shape legend: N response tokens, B rows.
 """

@@ -92,7 +92,7 @@ class LogRatio:
 
     @cached_property
     def sampler_prob_N(self) -> Tensor:
-        """From p and d, which are defined wherever p is."""
+        """The sampler's probability, from p and d; 0 without a ratio."""
         # rho is bounded, and not what lies between the two; on a GPU to compare would be to wait
         if self.d_N.is_cuda or max(-self.ends[0], self.ends[1]) > EXPONENT_LIMIT:
             sampler_N = (self.prox_N - self.d_N).clamp_(max=EXPONENT_LIMIT)

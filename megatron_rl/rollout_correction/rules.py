@@ -104,7 +104,7 @@ def budget_cutoff(values: Tensor, budget: float, replicas: Replicas) -> float:
     totals = torch.nn.functional.pad(_value(keys).double().cumsum(0), (1, 0))
 
     def exceeds(key: int) -> bool:
-        """Whether the mean of the values up to this one is above the budget."""
+        """True if the mean of the values up to this one exceeds the budget."""
         count = torch.searchsorted(keys, key, right=True)
         total, n = replicas.sum(torch.stack((totals[count], count.double()))).tolist()
         return n > 0 and not total / n <= budget

@@ -69,7 +69,7 @@ class Weighted:
 
     raw: Tensor
     tokens: Tensor
-    fixed_ones: int  # kept tokens whose weight is 1 whatever the cap
+    fixed_ones: int  # kept tokens whose weight is 1 at any cap
 
 
 def effective_sample_size(

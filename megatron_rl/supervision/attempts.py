@@ -1,5 +1,5 @@
-"""Automatic restarts of a run that fails: `train --attempts N`, and the batch scripts' question
-whether to queue again.
+"""Automatic restarts of a failed run: `train --attempts N`, and the requeue check of the batch
+scripts.
 
     python -m megatron_rl.supervision.attempts failed RECIPE [key=value ...]           0: another start
     would go on
@@ -28,7 +28,7 @@ from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.tracking.status import known_status, read_status
 
 REFUSED = 2  # exit status of a command whose configuration is wrong
-IN_VAIN = 2  # attempts in a row that came no further
+IN_VAIN = 2  # attempts in a row without progress
 PAUSE_S = 5.0
 RELEASE_S = 60.0
 
@@ -36,7 +36,9 @@ RELEASE_S = 60.0
 def keep_going(
     start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]
 ) -> int:
-    """Starts the run, and again while it fails, at most so many times; the last exit status."""
+    """Start the run, and restart it while it fails, at most `attempts` times; return the last exit
+    status.
+    """
     path = config.run.folder
     if config.run.if_exists is IfExists.resume:
         furthest = how_far(path)
@@ -57,7 +59,7 @@ def keep_going(
         reason = str(said.get("reason")).partition("\n")[0]
         if in_vain == IN_VAIN:
             say(
-                f"attempt {attempt} of {attempts} has failed, the second in a row that came no "
+                f"attempt {attempt} of {attempts} has failed, the second in a row without "
                 f"further: {reason}"
             )
             return status
@@ -101,8 +103,8 @@ def next_start(path: Path, section: CheckpointSection) -> str:
 
 
 def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
-    """Whether a job that has just ended is to be queued again, where its run ended in one of
-    `states`; and why.
+    """Decide whether to requeue a job whose run ended in one of `states`; return the decision and
+    its reason.
     """
     status = known_status(path)
     state = status.get("state")

@@ -35,18 +35,19 @@ from megatron_rl.tracking.disk import RecordLost
 from megatron_rl.tracking.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.tracking.status import ENDED, mark_status, read_status
 
-# for a driver that has not begun to end, and for one that has, beyond what it has said
+# for a driver that has not begun to stop; and for one that has, beyond the time that it reported
 STOP_GRACE_S = 4.0
-SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
-PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
-REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
+SILENT_S = 15.0  # for a driver to report its plan, which is immediate unless it is stuck
+PEER_GRACE_S = 4.0  # for the other ranks to notice that one has terminated
+# for the kernel to end killed processes; one that waits for a device may not be interruptible
+REAP_S = 5.0
 LOG_LINES_SHOWN = 25
 ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, process.STOP_AFTER_STEP: 0}
 
 
 def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
-    """Runs every rank to its end; returns the exit status. `report` writes what people read before
-    the last words.
+    """Run every rank to its end; return the exit status. `report` writes the report before the
+    final status.
     """
     kills = memory_kills()
     with Scratch() as scratch, process.ending_orphans(REAP_S):
@@ -78,7 +79,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first, and why."""
+    """First failure of a rank, with its cause."""
 
     rank: int
     reason: str
@@ -88,7 +89,7 @@ class Failure:
 def conclude(
     run: RunDir, ranks: RankProcesses, failure: Failure | None, report: Callable[[RunDir], str]
 ) -> None:
-    """Write how the run ended where the driver has not, or cannot know it, and print it last."""
+    """Write how the run ended, unless the driver has, and print it last."""
     said = read_status(run.path)
     state, reason = ending(said, ranks.stopping, failure)
     cause = Cause.read(said.get("cause"))
@@ -101,8 +102,8 @@ def conclude(
             mark_status(run.path, state, reason, **known)
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
-    if told := report(run):
-        print(told, flush=True)
+    if summary := report(run):
+        print(summary, flush=True)
     if failure is None:
         return
     if lines := last_lines(ranks.log_of(failure.rank), LOG_LINES_SHOWN):
@@ -115,8 +116,8 @@ def conclude(
 def ending(
     said: Mapping[str, Any], stopping: str | None, failure: Failure | None
 ) -> tuple[str, str]:
-    """State and reason, from the driver's own words, a signal to this process, and the rank that
-    failed first.
+    """Return state and reason, from the driver's status, a signal to this process, and the first
+    failure.
     """
     state = str(said.get("state"))
     own = (state, str(said.get("reason", "")))
@@ -125,7 +126,7 @@ def ending(
             return own
         return ("stopped", stopping) if stopping else ("finished", "")
     cause = said.get("cause") or {}
-    # the driver cannot know what ended another rank
+    # the driver does not know why another rank ended
     followed = failure.rank and (state == "stopped" or cause.get("class") == LOST_PEER)
     if failure.cause.name == HANG or followed or state not in ENDED:
         return ("failed", failure.reason)
@@ -133,7 +134,7 @@ def ending(
 
 
 class RankProcesses:
-    """Those of one attempt."""
+    """Processes of the ranks of one attempt."""
 
     def __init__(
         self, run: RunDir, count: int, scratch: Path, given: Mapping[str, str], watch: HangDetector
@@ -232,7 +233,7 @@ class RankProcesses:
             time.sleep(0.05)
 
     def _give_up(self, reason: str) -> int:
-        """End what hangs; the others notice, and the driver closes its engines."""
+        """End the hanging processes; the others notice, and the driver closes its engines."""
         worst = self._watch.blocking[0]
         rank = worst.rank or 0
         cause = Cause(HANG, worst.process, worst.phase, str(self.log_of(rank)), HANG_HINT)
@@ -244,16 +245,14 @@ class RankProcesses:
         return 1
 
     def _stops(self) -> bool:
-        """Whether the run is stopping as it was asked to; otherwise a rank that fails meanwhile has
-        failed.
-        """
+        """True if the run is stopping on request; otherwise a rank that ends has failed."""
         return self.stopping is not None and read_status(self._run.path).get("state") in (
             "starting",
             "stopped",
         )
 
     def _overdue(self) -> bool:
-        """Asked twice, silent, or beyond what the driver has said that it needs."""
+        """True after a second request, if the driver is silent, or its reported time is over."""
         status = read_status(self._run.path)
         silent_s = 0.0 if status.get("state") == "starting" else SILENT_S
         limit_s = (status.get("stopping") or {"limit_s": silent_s})["limit_s"]
@@ -268,7 +267,7 @@ class RankProcesses:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """Ends what still runs: politely, then for good. Engines die with their rank."""
+        """Terminate remaining ranks, then kill them. Engines die with their rank."""
         for child in self._processes:
             if child.poll() is None:
                 child.send_signal(process.AT_ONCE)
@@ -282,11 +281,11 @@ class RankProcesses:
         self._settle(REAP_S)
 
     def failure(self, out_of_memory: bool) -> Failure | None:
-        """The rank that failed for a reason of its own: those that lost a peer followed another."""
+        """Return the rank that failed first: ranks that only lost a peer followed another."""
         if not self._failed:
             return None
         if not self._run.path.is_dir():
-            error = RecordLost(f"{self._run.path} was removed or moved while the run went on")
+            error = RecordLost(f"{self._run.path} was removed or moved during the run")
             cause = of_error(error, f"rank {self._failed[0]}")
             return Failure(self._failed[0], f"RecordLost: {error}", cause)
         if self._hang:

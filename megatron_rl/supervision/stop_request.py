@@ -1,9 +1,9 @@
-"""Stop requests by signal (USR1, TERM, Ctrl-C): the step is finished in the time left, or given up
+"""Stop requests by signal (USR1, TERM, Ctrl-C): the step is finished in the time left, or aborted
 on every rank.
 
-USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where
-that is too short, the step is given up: rank 0 leaves what it waits for, and tells the ranks that
-wait for it (`ask_driver`). Before the first step nothing is to be saved, and the run ends at once.
+USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. If
+that is too short, the step is aborted: rank 0 stops waiting, and notifies the ranks that wait for
+it (`ask_driver`). Before the first step there is nothing to save, and the run ends at once.
 """
 
 import math
@@ -26,7 +26,7 @@ from megatron_rl.tracking.status import beat
 from megatron_rl.tracking.timeline import PhaseClock
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
-MARGIN_S = 5.0  # for engines to close, and for the last words
+MARGIN_S = 5.0  # for engines to close, and for the final report
 SAVE_LIMIT_S = 600.0  # what a launcher waits for a save, beyond the time that the step has
 START_LIMIT_S = 4.0
 LOOK_S = 0.5
@@ -35,9 +35,7 @@ WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for a
 
 
 class StepAborted(BaseException):
-    """A step that every rank gives up at the same place: what stood before it is what is left. No
-    error.
-    """
+    """Abort of a step by every rank at the same place; the state before it is kept. No error."""
 
 
 class Ranks(Protocol):
@@ -45,7 +43,7 @@ class Ranks(Protocol):
 
 
 def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
-    """What rank 0 answers, on every rank; or, on every rank, that it has given the step up."""
+    """Return rank 0's reply on every rank, or raise StepAborted on every rank."""
     answer = None
     given_up = None
     try:
@@ -65,7 +63,7 @@ class StopRequest:
 
     def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
         self.step: int | None = None
-        self.reason: str | None = None  # once somebody has asked
+        self.reason: str | None = None  # None until a stop is requested
         self.save_s: float | None = None  # the longest save so far
         self._clock = clock
         self._note = note
@@ -73,7 +71,7 @@ class StopRequest:
         self._asked_at = 0.0
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
         self._given_up: str | None = None
-        self._waiting = False  # the main thread, for what it need not wait for
+        self._waiting = False  # True while the main thread is in a wait that can be interrupted
         self._wakeup_read, self._wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_write, False)
         self._main = threading.get_ident()
@@ -89,7 +87,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What comes now is too late to change anything but how long the last words take."""
+        """Stop handling requests: from here on a signal only cuts the final report short."""
         os.write(self._wakeup_write, b"\0")
         self._thread.join()
         signal.signal(STOP_AFTER_STEP, signal.SIG_IGN)
@@ -104,18 +102,18 @@ class StopRequest:
         return self._end - time.monotonic()
 
     def has_time(self) -> bool:
-        """Whether the model can be written once more, as a Hugging Face folder."""
+        """True if there is time to write the model as a Hugging Face folder as well."""
         return self._end == math.inf or (
             self.save_s is not None and self.left() > self.save_s + MARGIN_S
         )
 
     def check(self) -> None:
-        """Between phases: is there time for what follows?"""
+        """Abort the step between phases if the time left does not suffice for the rest."""
         if self._given_up:
             raise StepAborted(self._given_up)
 
     def begin(self, step: int) -> None:
-        """A step that nobody has asked to stop before."""
+        """Begin a step, unless a stop was requested before it."""
         self.step = step
         if self.reason:
             self._given_up = self._given_up or self.reason
@@ -123,7 +121,7 @@ class StopRequest:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The main thread waits for answers or scores: it may leave in the middle."""
+        """Mark a wait for responses or scores, in which the main thread may be interrupted."""
         self._waiting = True
         try:
             self.check()
@@ -141,8 +139,8 @@ class StopRequest:
             raise RuntimeError(job.ANOTHER_ENDED)
         if self.step is None:
             raise_interrupt(number, frame)
-        # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a
-        # launcher AT_ONCE
+        # repeated signals: Slurm and srun send several. To stop at once, send SIGKILL, or AT_ONCE
+        # from a launcher
 
     def _listen(self) -> None:
         while True:
@@ -196,7 +194,10 @@ class StopRequest:
 
     def _give_up(self, why: str, limit: float | None) -> None:
         self._given_up = self.reason
-        self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit)
+        self._say(
+            f"{self.reason}, {why}: the last finished step is saved; this one will be repeated",
+            limit,
+        )
         signal.pthread_kill(self._main, WAKE)
 
     def _rest(self, after: bool = False) -> float:
@@ -208,11 +209,11 @@ class StopRequest:
     def _say(self, text: str, limit_s: float | None) -> None:
         """`limit_s`: how long a launcher waits, from the signal on; None: for ever."""
         self._note(text)
-        with suppress(OSError):  # it was said on the screen
+        with suppress(OSError):  # the same text is on the screen
             beat(self._run, stopping={"said": text, "limit_s": limit_s})
 
 
 def _spoken(seconds: float) -> str:
     if seconds == math.inf:
-        return "nobody knows how long"
+        return "an unknown time"
     return duration(max(0.0, seconds))

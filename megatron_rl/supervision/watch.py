@@ -2,7 +2,7 @@
 progress and names the process that it waits for.
 
 It reads the heartbeats of the ranks (processes/heartbeat.py) and, of processes on this machine,
-their states in /proc. Progress is a new phase, a micro-batch, an answer of an engine or a reward;
+their states in /proc. Progress is a new phase, a micro-batch, a response of an engine or a reward;
 the run hangs when no rank has made any for `run.hang_timeout_s`. Waits for engines and rewards have
 limits of their own, and end by themselves before.
 """
@@ -24,7 +24,7 @@ from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.tracking.status import mark_status, mark_stuck
 
 LOOK_S = 1.0
-AWAKE_S = 10.0  # what is longer between two looks, this process was suspended for
+AWAKE_S = 10.0  # a longer gap between two checks means that this process was suspended
 STOPPED_S = 5.0  # a shorter pause is not named
 SILENT_S = 30.0  # without a heartbeat
 SHOW_S = 1.0  # for a process to write its stacks
@@ -41,8 +41,8 @@ class ProcessIssue:
     host: str
     phase: str
     seconds: float
-    rank: int | None = None  # it, or the one that has started it
-    blocks: bool = False  # the run cannot go on without it
+    rank: int | None = None  # the rank itself, or the one that started the process
+    blocks: bool = False  # the run cannot continue without it
     here: bool = False  # it can be reached from this process
 
     @property
@@ -249,7 +249,7 @@ class RankHangDetector(HangDetector):
             kill(one)
         for _, pid in ACTIVITY.owned:
             _kill_group(pid)
-        # its main thread may hear of nothing; srun or torchrun ends the other ranks
+        # its main thread may be blocked; srun or torchrun ends the other ranks
         os._exit(1)
 
 
@@ -280,7 +280,7 @@ def _changed(before: Beat, beat: Beat, name: str) -> bool:
 
 
 def _here(beat: Beat) -> bool:
-    """Whether the rank is a process of this machine and this container."""
+    """True if the rank is a process of this machine and this container."""
     return bool(beat["host"] == platform.node() and birth_of(beat["pid"]) == beat["birth"])
 
 
@@ -292,7 +292,7 @@ def _waited_for(waiting: Beat, seconds: float) -> Iterator[ProcessIssue]:
 
 
 def _behind(beats: list[Beat]) -> list[Beat]:
-    """The ranks that the others wait for."""
+    """Return the ranks that the others wait for."""
     first = min(one["entered"] for one in beats)
     late = [one for one in beats if one["entered"] == first]
     if len(late) == len(beats):
@@ -301,7 +301,7 @@ def _behind(beats: list[Beat]) -> list[Beat]:
 
 
 def _itself(beat: Beat) -> Mapping[str, Any]:
-    """The process of a rank, in the form of its `children`."""
+    """Return the process of a rank, in the form of its `children`."""
     return {"name": f"rank {beat['rank']}", "pid": beat["pid"]}
 
 

@@ -1,8 +1,7 @@
-"""Alarms: the one table of what each looks at, its bound and what to do about it, and which stand,
-step after step.
+"""Alarms: table of metrics, bounds and advice, and the state of each alarm, updated every step.
 
-One is raised after some steps in a row beyond its bound, and cleared after as many well inside.
-Steps that do not measure it count as none.
+An alarm is raised after some steps in a row beyond its bound, and cleared after as many well
+inside. Steps without the metric are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Point:
     error: float
 
     def share_of(self, other: Point) -> float:
-        """Over another one; 1 where it is not clearly below it."""
+        """Ratio to another accuracy; 1 unless it is significantly lower."""
         if other.value - self.value > CLEARLY * math.hypot(self.error, other.error):
             return self.value / other.value
         return 1.0
@@ -65,7 +64,8 @@ class Past:
             self.best[name] = max(self.best.get(name, point), point, key=lambda one: one.value)
 
 
-Value = Callable[[Line, Past], float | None]  # of a step, given those before; None: not measured
+# value of a step, given earlier ones; None: not measured
+Value = Callable[[Line, Past], float | None]
 
 
 def points(line: Line) -> dict[str, Point]:
@@ -84,7 +84,7 @@ def points(line: Line) -> dict[str, Point]:
 
 
 def lost_accuracy(line: Line, past: Past) -> float | None:
-    """The accuracy over what it has to hold, of the set where it has fallen most."""
+    """Return the accuracy relative to its reference, of the set with the largest drop."""
     shares = []
     for name, point in points(line).items():
         if name in past.first:
@@ -99,7 +99,7 @@ def metric(name: str) -> Value:
 
 
 def length_growth(line: Line, past: Past) -> float | None:
-    """The mean length of responses over its median in the steps before."""
+    """Return the mean response length relative to its median over earlier steps."""
     if len(past.recent) < FULL or LENGTH not in line:
         return None
     return line[LENGTH] / max(statistics.median(past.recent), 1.0)
@@ -115,7 +115,9 @@ def share(part: str, whole: str) -> Value:
 
 
 def not_finite(line: Line, past: Past) -> float | None:
-    """The larger share: of tokens without a finite logprob, or of skipped updates."""
+    """Return the share of tokens without a finite logprob or of skipped updates, whichever is
+    larger.
+    """
     shares = []
     sides = [f"rollout_corr/non_finite_{side}" for side in ("sampler", "learner")]
     if line.get("rollout/tokens") and any(side in line for side in sides):
@@ -135,7 +137,7 @@ class Rule:
     bound: Bound
     steps: int
     below: bool = False  # raised below the bound; else above
-    always: bool = False  # also where the data set answers, in place of a sampler
+    always: bool = False  # also for supervised runs
 
 
 RULES = {
@@ -155,7 +157,7 @@ RULES = {
         "Sampler and learner differ by more than the format does to activations without "
         "outliers, and by less than a wrong matrix makes. `megatron-rl mismatch` on the model "
         "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
-        "quantization.ignore or quantization=fp8. Responses of another temperature or of older "
+        "quantization.ignore or quantization=fp8. Responses at another temperature or of older "
         "weights would look the same.",
         share("sync/probe_abs_diff", "sync/probe_budget"),
         1.0,
@@ -219,7 +221,7 @@ RULES = {
     Alarm.accuracy: Rule(
         "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 "
         "unless it is below by 4 standard errors",
-        "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and "
+        "The policy gets worse: lower optim.lr first, then check mismatch, loss/entropy and "
         "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy; go on from an "
         "earlier checkpoint.",
         lost_accuracy,
@@ -261,7 +263,7 @@ def clear_at(bound: float, below: bool) -> float:
 
 @dataclass(frozen=True)
 class News:
-    """An alarm that was raised or cleared."""
+    """Notice that an alarm was raised or cleared."""
 
     alarm: Alarm
     raised: bool  # else cleared
@@ -281,7 +283,7 @@ class News:
 
     @property
     def told(self) -> str:
-        """The value, in as many digits as tell it from its bound."""
+        """The value, with enough digits to differ from its bound."""
         several = (f"{self.value:.{digits}g}" for digits in range(3, 17))
         return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
 
@@ -320,7 +322,7 @@ class Alarms:
 
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)
-    sampled: bool = True  # by a sampler; else the answers are the data set's own
+    sampled: bool = True  # False for supervised runs
     standing: dict[str, dict[str, Any]] = field(default_factory=dict)  # for status.json
     stop: str | None = None  # why the run is to end
 
@@ -334,7 +336,7 @@ class Alarms:
                 self._watches.append(_Watch(alarm, rule, setting.stops, bound))
 
     def goes_on(self, lines: Iterable[Line], step: int) -> None:
-        """Takes the accuracies of earlier attempts, up to the step after which this one goes on."""
+        """Load the accuracies of earlier attempts, up to the step after which this one resumes."""
         for line in lines:
             if line["progress/step"] <= step:
                 self.past.add_accuracies(line)
@@ -346,7 +348,7 @@ class Alarms:
         ]
 
     def after(self, line: Line) -> list[News]:
-        """Takes a step's metrics; returns what they have raised and cleared."""
+        """Update with a step's metrics; return the alarms raised and cleared."""
         news = []
         for watch in self._watches:
             value = watch.rule.value(line, self.past)

@@ -1,8 +1,8 @@
 """Cause of a failed attempt: its exception, signal or hang, and the setting to change.
 
-An exception of this project carries its advice as `hint`, and as `process` the one that failed,
-where that is another. For others a table by type has the advice. A rank that fails writes its cause
-to `rank_N.end.json` for the launcher, in the run's temporary folder or, where that is full or
+An exception of this project has its advice in `hint`, and in `process` the failed process if it is
+another one. Others get advice from a table by type. A rank that fails writes its cause to
+`rank_N.end.json` for the launcher, in the run's temporary folder or, where that is full or
 read-only, beside the logs.
 """
 
@@ -26,7 +26,7 @@ HANG = "Hang"
 # gloo raises a bare RuntimeError
 LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|another rank has ended")
 NO_ADVICE = "The last lines of its log are all that is known."
-RESUME = "run.if_exists=resume goes on from the newest checkpoint."
+RESUME = "run.if_exists=resume continues from the newest checkpoint."
 MEMORY = (
     "The machine ran out of memory. Ask for more (in Slurm --mem, in a shell `ulimit -v`), or need "
     "less: lower learner.tokens_per_microbatch, rollout.prompts_per_step, reward.workers, and on "
@@ -62,7 +62,7 @@ CRASH = (
 # the class, or one that it inherits from
 BY_TYPE = {
     "OutOfMemoryError": "Lower learner.tokens_per_microbatch, set learner.recompute=full, or raise "
-    "learner.tensor_parallel, or learner.context_parallel for long answers; where the engine "
+    "learner.tensor_parallel, or learner.context_parallel for long responses; if the engine "
     "shares the GPU, sampler.sleep=offload or less of sampler.vllm.gpu_memory_utilization.",
     "MemoryError": MEMORY,
     "DistStoreError": RENDEZVOUS,
@@ -101,7 +101,7 @@ class Cause:
 
     @classmethod
     def read(cls, found: Any) -> Cause | None:
-        """A cause from what `as_fields` gave; None from anything else."""
+        """Read a cause from `as_fields`; None from anything else."""
         if not isinstance(found, Mapping) or "class" not in found:
             return None
         named = {**found, "name": found["class"]}
@@ -116,7 +116,7 @@ class Cause:
 
 
 def of_error(error: BaseException, process: str, phase: str = "", log: str = "") -> Cause:
-    """The cause that an exception of this process stands for."""
+    """Return the cause of an exception of this process."""
     name = type(error).__name__
     advice = getattr(error, "hint", "") or _by_type(error)
     if not advice and (isinstance(error, ConnectionError) or LOST.search(str(error))):
@@ -146,7 +146,7 @@ def of_exit(code: int, process: str, log: str, out_of_memory: bool = False) -> C
 
 
 def write_end(folders: Sequence[Path], rank: int, error: BaseException) -> None:
-    """The last words of a rank that an exception has ended, in the first folder that takes them."""
+    """Write the cause of a rank's failure to the first folder that is writable."""
     cause = of_error(error, f"rank {rank}")
     content = {"reason": f"{type(error).__name__}: {error}", "cause": cause.as_fields()}
     for folder in folders:

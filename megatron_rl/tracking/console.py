@@ -1,5 +1,5 @@
-"""Console output of a run: a line per step or a live table, the phase of a run that prints nothing
-for a while, answers chosen to be shown; tables, durations, sparklines as text.
+"""Console output of a run: a line per step or a live table, the phase of a run without output,
+selected responses; tables, durations, sparklines as text.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
 LONG = 1e9  # from here on numbers have an exponent
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
-WIDTH = 60  # characters of a sample's prompt, and of its answer, on a line
+WIDTH = 60  # characters of a sample's prompt, and of its response, on a line
 QUIET_S = 10.0
 RARELY_S = 300.0
-SAID = re.compile(r"INFO [\d :-]+\[\S+\] (.+)")  # by vLLM, of what it is at
+SAID = re.compile(r"INFO [\d :-]+\[\S+\] (.+)")  # progress message of vLLM
 SAID_LINES = 100
 SAID_WIDTH = 70
 
@@ -73,7 +73,7 @@ def is_live(stream: TextIO) -> bool:
 
 
 def said_by_engines(logs: Path | None) -> str:
-    """The last message of the engine that wrote last."""
+    """Return the latest message in the engines' logs."""
     with suppress(OSError):  # a log that was removed
         files = sorted(logs.glob("sampler*.log") if logs else (), key=os.path.getmtime)
         if files and (said := SAID.findall("\n".join(last_lines(files[-1], SAID_LINES)))):
@@ -159,7 +159,7 @@ def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: floa
 
 
 def number(value: float, form: str) -> str:
-    """A value as it is printed; a long one has an exponent."""
+    """Format a value; long ones get an exponent."""
     return format(value, form if abs(value) < LONG else ".3e")
 
 
@@ -280,8 +280,8 @@ Display = PlainDisplay | LiveDisplay
 
 
 def choose(scored: Sequence[Scored], prox_logprobs_N: torch.Tensor | None) -> list[int]:
-    """Places of answers to show: the first right one, the first that is not, the one where the
-    engines differ most.
+    """Return indices of responses to show: the first right one, the first wrong one, the one with
+    the largest mismatch.
     """
     right = [place for place, one in enumerate(scored) if one.verdict == Verdict.right]
     other = [place for place, one in enumerate(scored) if one.verdict != Verdict.right]
@@ -299,7 +299,7 @@ def choose(scored: Sequence[Scored], prox_logprobs_N: torch.Tensor | None) -> li
 
 
 def difference(one: Scored, prox: torch.Tensor) -> float:
-    """Mean of abs d over the answer's tokens; NaN where it is not known."""
+    """Return the mean of abs d over the response's tokens; NaN if unknown."""
     if not len(prox):
         return math.nan
     return float(np.abs(prox.numpy() - np.asarray(one.rollout.logprobs)).mean())
@@ -310,7 +310,7 @@ def finding(verdict: str | None, error: str | None) -> str:
 
 
 def sample_line(one: Scored) -> str:
-    """An answer on one line: the end of its prompt, its own end, what it was worth."""
+    """Format a response on one line: end of the prompt, end of the response, reward."""
     prompt = _end(one.rollout.prompt.text)
     answer = _end(one.text)
     return (

@@ -21,7 +21,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class RecordLost(RuntimeError):
     """The run's directory was removed or cannot be written, but not for lack of room."""
 
-    hint = "Leave it in place while the run goes on, or choose another run.root."
+    hint = "Leave it in place during the run, or choose another run.root."
 
 
 class LineFile:
@@ -29,9 +29,9 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         # a killed run may have left half a line
-        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        unfinished = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self._file = path.open("ab", buffering=0)
-        self._waiting = [b"\n"] if torn else []
+        self._waiting = [b"\n"] if unfinished else []
 
     @property
     def waiting(self) -> int:
@@ -42,10 +42,10 @@ class LineFile:
         self._waiting.append(line.encode() + b"\n")
         self._catch_up()
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
+            raise FileNotFoundError(errno.ENOENT, "it was removed during the run")
 
     def close(self) -> None:
-        """The last try: lines that still wait are lost."""
+        """Try once more to write waiting lines; those that fail are lost."""
         self._catch_up()
         self._file.close()
 
@@ -68,13 +68,13 @@ class LineFile:
 
 
 class Disk:
-    """Files of a run that its driver appends to, and what of them a full disk kept out."""
+    """Files of a run that its driver appends to; tracks writes that a full disk prevented."""
 
     def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
         self._run = run
         self._note = note
         self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
-        self._full: set[str] = set()  # what could not be written when it last came
+        self._full: set[str] = set()  # kinds of records whose last write failed
         self._lost_rollouts = 0
 
     def write_line(self, path: Path, line: str) -> None:
@@ -106,14 +106,14 @@ class Disk:
 
     @property
     def news(self) -> dict[str, Any]:
-        """The part of status.json about what could not be written."""
+        """Return the part of status.json about failed writes."""
         lines = sum(file.waiting for file in self._files.values())
         if not (lines or self._lost_rollouts or self._full):
             return {}
         return {"unrecorded": {"lines": lines, "rollouts": self._lost_rollouts}}
 
     def _report(self, what: str, written: bool) -> None:
-        """Note once that there is no room, and once that there is again."""
+        """Note once when the disk is full, and once when it has room again."""
         path = self._run.path
         if not written and what not in self._full:
             self._full.add(what)

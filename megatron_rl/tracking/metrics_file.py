@@ -66,17 +66,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
-    """The lines of `read_metrics`, and how many more there are that cannot be read."""
+    """Return the lines of `read_metrics` and the number of unreadable lines."""
     by_step: dict[int, dict[str, float]] = {}
-    torn = 0
+    unreadable = 0
     with open_regular(path) as file:
         for text in file:
             line = _numbers(text.decode(errors="replace"))
             if "progress/step" in line:
                 by_step[int(line["progress/step"])] = line
             else:
-                torn += 1
-    return [by_step[step] for step in sorted(by_step)], torn
+                unreadable += 1
+    return [by_step[step] for step in sorted(by_step)], unreadable
 
 
 def _numbers(text: str) -> dict[str, float]:
@@ -142,7 +142,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that sums up a run."""
+    """A summary number of a run."""
 
     title: str
     form: str

@@ -1,6 +1,4 @@
-"""Progress of a run: counts of what it has trained on, whether run.stop is reached, whether a
-checkpoint is due.
-"""
+"""Progress of a run: training counts, the run.stop condition, the checkpoint schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) ->
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts of what has been trained on."""
+    """Counts of trained data."""
 
     samples: int = 0
     tokens: int = 0
@@ -63,7 +61,7 @@ class Progress:
     step: int = 0
     seen: Seen = Seen()
     position: int | None = 0  # in the order of prompts; rank 0's
-    # of metrics, as far as it is known before the sync and the evaluation; None: it is written
+    # metrics known before the sync and the evaluation; None: already written
     line: dict[str, float] | None = field(default_factory=dict)
 
     def kept(self) -> dict[str, Any]:
@@ -94,7 +92,7 @@ class SaveSchedule:
     def due(
         self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
     ) -> dict[str, Any] | None:
-        """The manifest's part about rank 0; None where this step is not to be kept."""
+        """Return the manifest's part about rank 0; None if no checkpoint is due."""
         section = self._section
         if not section.every:
             return None

@@ -1,5 +1,5 @@
-"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its
-last word on how the run ended.
+"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json up to
+the final state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_rl.types import Scored
 if TYPE_CHECKING:
     from megatron_rl.tracking.rollout_file import Columns
 
-ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
-SAMPLE_S = 60.0  # between the answers that the console shows
-BEAT_S = 15.0  # between signs of life in status.json, where a phase of the loop is not longer
+ETA_STEPS = 20  # steps behind the estimate of the remaining time
+SAMPLE_S = 60.0  # seconds between responses shown on the console
+BEAT_S = 15.0  # seconds between heartbeats in status.json
 
 
 class Recorder:
-    """Owns the run directory from the first line of metrics to the last word in status.json. An
-    exception is `failed`, Ctrl-C or SystemExit is `stopped`.
+    """Writer of the run directory from the first line of metrics to the final status. An exception
+    is `failed`, Ctrl-C or SystemExit is `stopped`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Recorder:
         mark_status(run_dir, "running", alarms={})
         self._beat_at = time.monotonic()
         self._sample_at = -math.inf
-        self._broken_off: str | None = None  # the phase that an exception has ended
+        self._broken_off: str | None = None  # phase in which an exception was raised
         self._end = ("finished", "")
         self._closed = False
         self.clock = PhaseClock()
@@ -126,7 +126,7 @@ class Recorder:
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s))
         if news := self.alarms.after(line):
-            self._beat_at = -math.inf  # status.json says so at once
+            self._beat_at = -math.inf  # forces an immediate heartbeat
             for one in news:
                 self.note(f"alarm    {one}")
             if self._wandb:
@@ -145,7 +145,7 @@ class Recorder:
         )
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Adds the work of others for this step, whenever it was done."""
+        """Add work of other threads for this step, at any time."""
         self.clock.spans += spans
 
     def note(self, text: str) -> None:
@@ -188,10 +188,10 @@ class Recorder:
         if reason:
             last += f": {reason}"
         if standing := self.alarms.told():
-            last += f"; alarms that stand: {', '.join(standing)}"
+            last += f"; active alarms: {', '.join(standing)}"
         self.note(last)
         if cause:
-            # a launcher says it itself, last
+            # a launcher prints it itself
             say = self._write_text if LAUNCHER in os.environ else self.note
             say(cause.paragraph())
         self.note(describe_contents(self.run))
@@ -241,13 +241,13 @@ class Recorder:
         return None
 
     def _write_text(self, text: str) -> None:
-        with suppress(OSError):  # the same words are on the screen
+        with suppress(OSError):  # the same text is on the screen
             self._text.write(text)
 
     def _beat(self) -> None:
         if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
             self._beat_at = time.monotonic()
-            with suppress(OSError):  # metrics say what is wrong
+            with suppress(OSError):  # the metrics show the problem
                 beat(self.run.path, **self._about())
 
     def _about(self) -> dict[str, Any]:

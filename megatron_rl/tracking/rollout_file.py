@@ -34,18 +34,18 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
-        ("format", pa.string()),  # weight format of the engine that answered
+        ("format", pa.string()),  # weight format of the engine
         ("reward", pa.float32()),
         ("error", pa.string()),
         ("verdict", pa.string()),
         ("text", pa.string()),  # the answer
-        ("pieces", pa.list_(pa.string())),  # its tokens, of the few answers that people are shown
+        ("pieces", pa.list_(pa.string())),  # token texts, for the few displayed responses
         ("prompt", pa.string()),
         ("truth", pa.string()),  # the data set's own solution, as JSON where it is no text
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
-        ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
-        ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
+        ("sampler_logprobs", pa.list_(pa.float32())),  # NaN if the sampler reported none
+        ("loss_mask", pa.list_(pa.bool_())),  # tokens written by the policy
         # with rollout.top_k: the sampling support of each token, one after the other
         ("kept_ids", pa.list_(pa.int32())),
         ("kept_counts", pa.list_(pa.int32())),  # size of the support at each token
@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(pa.int32())),
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
         ("row", pa.int32()),  # which branch of its session
-        ("session", pa.string()),  # what it has come to, and its messages, as JSON
+        ("session", pa.string()),  # outcome and messages, as JSON
         ("prox_logprobs", pa.list_(pa.float32())),
         ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
         ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
@@ -81,7 +81,7 @@ class Columns(TypedDict, total=False):
     mask_N: torch.Tensor | None
     advantages_B: torch.Tensor | None
     truths: Sequence[Any]  # the data set's own solutions
-    pieces: Mapping[int, Sequence[str]]  # text of each token, by the place of the answer
+    pieces: Mapping[int, Sequence[str]]  # text of each token, by the index of the response
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
@@ -99,7 +99,7 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
 
 
 def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
-    """Columns of what was sampled and scored."""
+    """Return the columns of samples and scores."""
     rollouts = [one.rollout for one in scored]
     return {
         **{
@@ -121,7 +121,7 @@ def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
 
 
 def _computed(lengths: np.ndarray, columns: Columns) -> dict[str, Any]:
-    """Columns of what the step computed, of all rows."""
+    """Return the columns that the step computed, for all rows."""
     nothing = [None] * len(lengths)
     advantages_B = columns.get("advantages_B")
     pieces = columns.get("pieces", {})

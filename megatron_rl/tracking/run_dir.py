@@ -26,7 +26,7 @@ from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.status import ENDED, environment, known_status, mark_status, read_status
 
-LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
+LONGEST_BEFORE = 150  # characters of the previous attempt's end reason
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 
 
@@ -35,7 +35,7 @@ class RunDirectoryUsed(ConfigError):
 
 
 class _Inside:
-    """The path of what a run's directory holds under a name."""
+    """Descriptor of a path inside a run's directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,19 +49,19 @@ class RunDir:
     """Paths in a run's directory; also owner.lock, logs/, and with log.wandb wandb.id, wandb/."""
 
     path: Path
-    # of whoever has claimed it
+    # lock of the process that has claimed the directory
     lock: FileIO | None = field(default=None, compare=False, repr=False)
 
     config = _Inside("config.yaml")  # the resolved configuration
     env = _Inside("env.json")  # versions and platform
-    # how it stands: starting | running | finished | stopped | failed, and why
+    # state: starting | running | finished | stopped | failed, and the reason
     status = _Inside("status.json")
     metrics = _Inside("metrics.jsonl")  # one line per step
     rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
-    lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
+    lanes = _Inside("lanes.jsonl")  # busy spans of sampler, rewards and learner
     # which prompts each step has drawn, and which of them it has trained on
     ledger = _Inside("ledger.jsonl")
-    checkpoints = _Inside("checkpoints")  # step_N/: to go on from
+    checkpoints = _Inside("checkpoints")  # step_N/: to resume from
     # updates that were not finite, to be repeated; traces, what filled a GPU
     dumps = _Inside("dumps")
     model = _Inside("model")  # the last policy, with checkpoint.export_hf
@@ -82,7 +82,7 @@ class RunDir:
 
     @property
     def resumes_after(self) -> int | None:
-        """The step that this attempt goes on from; None where it begins."""
+        """The step that this attempt resumes from; None for a new run."""
         return read_status(self.path).get("resumes_after")
 
     @property
@@ -92,7 +92,7 @@ class RunDir:
 
 
 def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> str:
-    """Raise where `open_run` would, else describe its effect on an old directory. Read-only."""
+    """Raise if `open_run` would, else describe its effect on an old directory. Read-only."""
     try:
         above = next((folder for folder in path.parents if folder.exists()), path)
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
@@ -115,13 +115,16 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> s
 
 def _makes_of(path: Path, if_exists: IfExists) -> str:
     if if_exists is IfExists.resume and (found := steps(RunDir(path).checkpoints)):
-        return f"{path} is there: a start goes on after step {max(found)}, its newest checkpoint, if that is whole"
+        return (
+            f"{path} exists: a start resumes after step {max(found)}, its newest checkpoint, "
+            "if that is complete"
+        )
     why = ""
     if if_exists is IfExists.refuse:
         why = ", as it ended before its first step"
     elif if_exists is IfExists.resume:
         why = ", as no checkpoint is in it"
-    return f"{path} is there: a start moves it to {archive_name(path)} and begins anew{why}"
+    return f"{path} exists: a start moves it to {archive_name(path)} and begins anew{why}"
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
@@ -137,7 +140,7 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
             return _furnish(RunDir(path, lock), resolved_yaml, found), moved
         except BaseException:
             if found is None:
-                shutil.rmtree(path, ignore_errors=True)  # nothing but what stands half finished
+                shutil.rmtree(path, ignore_errors=True)  # remove only the incomplete folder
             raise
     except OSError as error:
         raise _unusable(path, error.strerror) from None
@@ -155,20 +158,20 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
         except FileExistsError:
             if os.path.lexists(path) and not path.is_dir():
                 raise
-            continue  # it was there, and has been moved aside meanwhile
+            continue  # it existed, and has been moved aside meanwhile
         try:
             lock = hold(path)
         except FileNotFoundError:
             continue  # another start has just moved it aside
         if lock is None:
             owner = _owner(path, read_status(path))
-            raise _refused(path, f"belongs to a run that goes on or is being started ({owner})")
+            raise _refused(path, f"belongs to a run that is active or being started ({owner})")
         if not _used(path):
             return lock, None, moved
-        torn: list[str] = []
-        if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
-            torn.append(f"{path} goes on after step {found.step}, saved at {found.time}")
-            return lock, found, "\n".join(torn)
+        notes: list[str] = []
+        if if_exists is IfExists.resume and (found := goes_on_from(path, notes.append)):
+            notes.append(f"{path} resumes after step {found.step}, saved at {found.time}")
+            return lock, found, "\n".join(notes)
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
@@ -176,12 +179,12 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             if if_exists is IfExists.refuse:
                 before = _describe(path, known_status(path, locked=False))
                 why = f": it ended before its first step ({before})"
-            elif if_exists is IfExists.resume and torn:
-                why = f": none of its {len(torn)} checkpoints is complete; the run begins again"
+            elif if_exists is IfExists.resume and notes:
+                why = f": none of its {len(notes)} checkpoints is complete; the run begins again"
             elif if_exists is IfExists.resume:
-                why = ": it holds no checkpoint to go on from; the run begins again"
+                why = ": it holds no checkpoint to resume from; the run begins again"
             path.rename(archived)
-            moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
+            moved = "\n".join((*notes, f"the old {path} is now {archived}{why}"))
 
 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
@@ -234,14 +237,14 @@ def archive_name(path: Path) -> Path:
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
-    """Raises where a used directory is not free. `locked`: as in `known_status`, whether another
-    one has its lock.
+    """Raise if a used directory is not free. `locked`: as in `known_status`, True if another
+    process has the lock.
     """
     if locked is None:
         locked = held(path)
     status = known_status(path, locked)
     if locked or ("pid" in status and status.get("state") not in ENDED):
-        raise _refused(path, f"belongs to a run that goes on ({_owner(path, status)})")
+        raise _refused(path, f"belongs to an active run ({_owner(path, status)})")
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, status):
         raise _refused(
             path,
@@ -259,7 +262,7 @@ def _owner(path: Path, status: Mapping[str, Any]) -> str:
     pid, host = (holder(path) if held(path) else None) or said
     words = f"process {pid} on {host}"
     if host == platform.node() and not Path(f"/proc/{pid}").exists():
-        words = f"processes of {words}, which is gone itself"
+        words = f"processes of {words}, which has terminated"
     if (pid, host) == said:
         return f"{words}, last sign of life {status.get('heartbeat')}"
     return words
@@ -283,7 +286,7 @@ def _used(path: Path) -> bool:
 
 
 def _ended_before_its_first_step(path: Path, status: Mapping[str, Any]) -> bool:
-    """True if a run has nothing but logs, so that it makes room for the next start of its name."""
+    """True if a run has only logs, so that the next run of that name may replace it."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(
         line["progress/step"] >= 1 for line in read_metrics(run.metrics)

@@ -8,7 +8,7 @@ alarms            those raised: since which step, the value, the bound (`alarms.
 step, steps       the last one recorded, of how many
 pid, host         of the process that owns the run
 started, time, heartbeat
-                  its start, its last change of state, its last sign of life
+                  its start, its last change of state, its last heartbeat
 stuck             the process without progress that it waits for; null if there is none
 stopping          after a request to stop: its text, and how long a launcher waits for that attempt
 attempt           the number of this start; before: how the one before it ended
@@ -38,12 +38,13 @@ from megatron_rl.tracking.causes import RESUME, Cause
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
-SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
+# seconds without a heartbeat after which a run on another machine counts as terminated
+SILENT_S = 1800.0
 GONE = (
-    "All its processes were killed together, or their machine went away: the scheduler's lines or "
+    "All its processes were killed together, or their machine failed: the scheduler's log or "
     f"its `dmesg` say which. {RESUME}"
 )
-# for another process that writes: it may be stopped, and its launcher has to say so all the same
+# wait for another writer, which may be stopped: its launcher has to report that all the same
 WAIT_S = 1.0
 PACKAGES = (
     "megatron-rl",
@@ -100,13 +101,14 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
         if state == "starting":
             status["started"] = status["time"]
-        if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
+        # it ended by itself, so no process was stuck at the end
+        if state in ("finished", "stopped"):
             status["stuck"] = None
         _write(path, status | more)
 
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
-    """Writes which process does not go on, while the run goes on as far as it knows."""
+    """Record the process without progress in the status of a running run."""
     with _one_writer(path):
         status = read_status(path)
         if status and status.get("state") not in ENDED:
@@ -116,12 +118,12 @@ def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
 def _write(path: Path, status: dict[str, Any]) -> None:
     reason = str(status["reason"])
     text = json.dumps(status, indent=2)
-    while len(text) > LARGEST and reason:  # as much of the reason as there is room for
+    while len(text) > LARGEST and reason:  # truncate the reason to the size limit
         reason = reason[: len(reason) * 3 // 4]
         text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     try:
         write_whole(path / STATUS, f"{text}\n")
-    except FileExistsError:  # a link, which leads elsewhere, or a pipe
+    except FileExistsError:  # a link or a pipe
         raise
     except OSError:
         # a full disk has room where the old one stands
@@ -131,7 +133,7 @@ def _write(path: Path, status: dict[str, Any]) -> None:
 
 
 def beat(path: Path, **more: Any) -> None:
-    """Writes a sign of life of a run that goes on."""
+    """Write a heartbeat of an active run."""
     with _one_writer(path):
         status = read_status(path)
         if status.get("state") not in ENDED:
@@ -139,7 +141,7 @@ def beat(path: Path, **more: Any) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """The content of the file; nothing where there is none, or none that can be read."""
+    """Return the content of the file; {} if it is missing or unreadable."""
     try:
         return read_json(path / STATUS)
     except ValueError:
@@ -153,8 +155,8 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     if ended or not _gone(status, held(path) if locked is None else locked):
         return status
     reason = (
-        f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last "
-        f"sign of life was at {status.get('heartbeat')}"
+        f"ended without a report: process {status['pid']} on {status.get('host')} terminated; its "
+        f"last heartbeat was at {status.get('heartbeat')}"
     )
     cause = Cause("Gone", f"process {status['pid']}", advice=GONE)
     return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
@@ -189,7 +191,7 @@ def environment() -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     devices: list[str] = []
-    torch = sys.modules.get("torch")  # only where somebody needed it anyway
+    torch = sys.modules.get("torch")  # only if it is loaded already
     if torch is not None and torch.cuda.is_available():
         devices = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     return {
@@ -213,7 +215,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
-        # installed inside somebody else's repository: not ours to say
+        # installed inside another repository, whose commit says nothing about this package
         ask("ls-files", "--error-unmatch", "metrics.py")
         return {
             "commit": ask("rev-parse", "HEAD"),

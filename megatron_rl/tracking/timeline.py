@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-GAP_S = 0.02  # what is closer together is one span
+GAP_S = 0.02  # spans closer than this are merged
 # that say how long the next one takes; among them one with an evaluation, where that is frequent
 RECENT_STEPS = 8
 # a step without it was only the start of a run, or the end of a step that was begun before
@@ -25,12 +25,12 @@ class Span(NamedTuple):
 
 
 class PhaseClock:
-    """Splits a step's wall clock. A phase inside another one is not counted twice."""
+    """Clock that splits a step by phase. Nested phases are not counted twice."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[tuple[str, float]] = []  # phases, and when they began
-        self.spans: list[Span] = []  # of phases that have ended, until somebody takes them
+        self.spans: list[Span] = []  # of completed phases, until they are collected
         self._begun = self._since = time.perf_counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
@@ -39,7 +39,7 @@ class PhaseClock:
         self._open.append((name, self._since))
 
     def leave(self) -> str | None:
-        """The phase that goes on, if there is one around."""
+        """Leave the current phase; return the enclosing one, if any."""
         self._charge()
         self.spans.append(Span(*self._open.pop(), self._since))
         return self.phase
@@ -86,7 +86,7 @@ class PhaseClock:
 
 
 def throughput(line: Mapping[str, float]) -> dict[str, float]:
-    """Rates of a step: what it has made over the time that it took."""
+    """Return the rates of a step."""
     found = {}
     if line["time/step"] > 0 and "time/sync" in line:
         found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
@@ -98,11 +98,11 @@ def throughput(line: Mapping[str, float]) -> dict[str, float]:
 
 def encode_spans(step: int, spans: Iterable[Span]) -> str:
     since = time.time() - time.perf_counter()
-    told = [
+    rounded = [
         [lane, round(since + begin, 3), round(since + end, 3)]
         for lane, begin, end in _merged(spans)
     ]
-    return json.dumps({"step": step, "spans": told})
+    return json.dumps({"step": step, "spans": rounded})
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

@@ -27,8 +27,8 @@ T = TypeVar("T")
 SERVER = "https://api.wandb.ai"
 PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
-INIT_S = 20.0  # a server that does not answer within this is not waited for
-FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
+INIT_S = 20.0  # seconds to wait for the server to respond
+FINISH_S = 20.0  # shorter than the launcher's wait for a finished driver
 
 
 def has_key() -> bool:
@@ -107,7 +107,7 @@ class WandbRun:
             except wandb.Error as error:
                 if not self.online:
                     raise
-                wandb.teardown()  # what has not answered keeps the run's name to itself
+                wandb.teardown()  # a pending init would keep the run's name reserved
                 self.online = False
                 self.run = begin(mode="offline")
                 why = next(iter(str(error).splitlines()), type(error).__name__)
@@ -122,7 +122,7 @@ class WandbRun:
         begun = time.monotonic()
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
-        # its writer is a process of its own: only when it has ended is the file complete
+        # its writer is a separate process: the file is complete once that has ended
         self.wandb.teardown()
         if late:
             return f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
@@ -197,12 +197,12 @@ class WandbLog(WandbRun):
         return self._tell(lambda: self.finish(0 if state == "finished" else 1)) or ""
 
     def _tell(self, say: Callable[[], T]) -> T | None:
-        """Says something to W&B, whose own process may be killed without ending the run."""
+        """Call W&B, whose process may be killed without ending the run."""
         if self._gone:
             return None
         try:
             return say()
-        except Exception as error:  # of any kind: its pipe's and its service's
+        except Exception as error:  # errors of its pipe or its service, of any type
             self._gone = True
             self._note(
                 f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "

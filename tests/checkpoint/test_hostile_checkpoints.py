@@ -167,7 +167,7 @@ def test_a_bad_checkpoint_is_reported_and_skipped(run: Path, name: str, command:
     assert peak < 64 << 20
     _, said = open_run(run, IfExists.resume, YAML)
     assert "checkpoint of step 4" in said
-    assert "on after step 2" in said
+    assert "resumes after step 2" in said
     assert not Path(EVIDENCE).exists()
     assert Path("secret").read_text() == "secret"
 

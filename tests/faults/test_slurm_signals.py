@@ -171,4 +171,4 @@ def test_a_killed_rank(rehearsal: Rehearsal, rank: int) -> None:
     assert rehearsal.process.wait(END_S) != 0
     status = known_status(box.run)
     assert status["state"] == "failed", status
-    assert ("is gone" if rank == 0 else "another rank") in status["reason"]
+    assert ("terminated" if rank == 0 else "another rank") in status["reason"]

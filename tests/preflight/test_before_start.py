@@ -95,4 +95,4 @@ def test_what_a_start_makes_of_a_directory_that_is_there(place: Path, command: C
     assert "after step 3" in command.dry_run("run.if_exists=resume")
     (old / "status.json").write_text(json.dumps({"state": "failed"}))
     assert "before its first step" in command.dry_run()
-    assert "is there" not in command.dry_run("run.name=other")
+    assert "exists:" not in command.dry_run("run.name=other")

@@ -123,7 +123,7 @@ def test_a_live_run_is_neither_moved_nor_claimed(
 ) -> None:
     for attempt in (check_run_dir, claim, record):
         with pytest.raises(
-            RunDirectoryUsed, match=rf"goes on \(process {holder.pid} on .*run\.name=run_2"
+            RunDirectoryUsed, match=rf"active run \(process {holder.pid} on .*run\.name=run_2"
         ):
             attempt(tmp_path / "run", if_exists)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: Holder) -> N
     holder.kill()
     holder.wait()
     _, moved = claim(tmp_path / "run")
-    assert "ended without a word" in moved
+    assert "ended without a report" in moved
     assert (tmp_path / "run.1" / "logs" / "attempt_1").is_dir()
 
 
@@ -183,7 +183,7 @@ def test_the_ranks_hold_the_lock_too(run_folder: Path) -> None:
         pass_fds=[run.lock.fileno()],
     )
     run.lock.close()
-    with pytest.raises(RunDirectoryUsed, match="goes on"):
+    with pytest.raises(RunDirectoryUsed, match="active"):
         claim(run_folder, IfExists.archive)
     gone = f"boot {platform.node()} 999999999\n"  # the process that took it
     (run_folder / "owner.lock").write_text(gone)

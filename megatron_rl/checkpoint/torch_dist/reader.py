@@ -43,7 +43,7 @@ class Reader:
 
     @property
     def holds_adapters(self) -> bool:
-        """True if a run of learner.lora wrote it: adapters without the model."""
+        """True if it holds LoRA adapters without the model."""
         return any(ADAPTER_KEY in key for key in self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> index.Entry:

@@ -1,8 +1,7 @@
-"""Writes a torch_dist checkpoint as megatron-core has it: each rank's blocks of tensors, and the
-index over all.
+"""Writer of torch_dist checkpoints as megatron-core writes them: each rank's blocks, and the index.
 
-Each process writes a file of its own; one of them writes the index, from what the others tell it in
-plain JSON. No process group is needed: a thread can write while the learner goes on.
+Each process writes its own file; one of them writes the index, from entries that the others send as
+JSON. No process group is needed: a thread can write while the learner continues.
 """
 
 import json
@@ -91,7 +90,7 @@ def _save(block: Block, file: BufferedWriter) -> None:
     try:
         torch.save(_alone(block.tensor), file)
     except (OSError, RuntimeError) as error:
-        # torch's archive cannot be closed after that, and says so instead
+        # closing torch's archive fails after that, and would hide the first error
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -129,7 +128,7 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
             raise ValueError(
                 f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written"
             )
-    torch.save({}, folder / "common.pt")  # megatron-core wants one
+    torch.save({}, folder / "common.pt")  # megatron-core requires it
     with (folder / ".metadata").open("wb") as index:
         pickle.dump(metadata.Metadata(dict(tensors), storage_data=places), index)
     for name in ("common.pt", ".metadata"):

@@ -24,7 +24,7 @@ class Operations:
 
     dense: float  # in matrices that every token meets
     experts: float
-    head: float  # only for tokens of answers
+    head: float  # output layer, for response tokens only
     attention: float  # at the mean length
 
     @property

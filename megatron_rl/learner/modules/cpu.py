@@ -2,8 +2,8 @@
 wants CUDA there.
 
 megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor
-types and keeps CUDA random states; each is answered with the CPU's. Where CUDA exists `install`
-only keeps FlashInfer out.
+types and keeps CUDA random states; each gets the CPU's. Where CUDA exists `install` only keeps
+FlashInfer out.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ def _patch_megatron() -> None:
 
 @functools.cache
 def install() -> bool:
-    """Make megatron-core importable and runnable; true where it runs on the host's CPU."""
+    """Make megatron-core importable and runnable; return True if it runs on the CPU."""
     warnings.filterwarnings("ignore", message=_NOISE)
     if torch.cuda.is_available():
         # imported, it makes a context on every GPU; megatron-core looks for it, for an inference of
@@ -196,7 +196,7 @@ def require(wanted: Device) -> None:
     """Raise if the recipe wants CUDA and torch sees none: a learner on CPUs is another learner."""
     if ON_CPU and wanted == Device.cuda:
         raise ConfigError(
-            f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host"
+            f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the CPU"
         )
 
 

@@ -1,5 +1,5 @@
-"""Output layer: hidden states to logprobs and entropy, kept sets (top_k, top_p) compared; large
-logits in parts.
+"""Output layer: hidden states to logprobs and entropy, comparison of sampling supports (top_k,
+top_p); large logits in parts.
 
 Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns
 of the vocabulary are made at a time, for all tokens, and again in backward, where they become their

@@ -112,7 +112,7 @@ def add(
 
 
 class _Turned(torch.autograd.Function):
-    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, sines."""
+    """Rotary embedding of positions. `turns_SD`: cosines of each position's angles, then sines."""
 
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
-    """The turned values in FP32."""
+    """Return the rotated values in FP32."""
     cos, sin = turns_SD[:, None, None].float().chunk(2, dim=-1)
     left, right = x_S1AD.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -226,7 +226,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class Narrowed(torch.autograd.Function):
-    """FP32 rounded as vLLM's kernels for hosts store it; the gradient is the value's."""
+    """FP32 rounded as vLLM's CPU kernels store it; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -228,7 +228,7 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"model.path: rope_type {kind!r} of config.json is not supported (supported: "
             f"{', '.join(ROPE_KINDS)}); choose another model, or leave the scaling out where "
-            "answers fit into the context without it"
+            "responses fit into the context without it"
         )
         return
     missing = [key for key in ROPE_KINDS[kind] if scaling.get(key) is None]

@@ -1,5 +1,5 @@
-"""Logprobs and entropy of vocabulary-parallel logits, over all tokens or kept ones (top_k, top_p);
-kept sets compared.
+"""Logprobs and entropy of vocabulary-parallel logits, over all tokens or the sampling support
+(top_k, top_p); comparison of supports.
 
 The logits stay in their own precision; FP32 copies are of a chunk of rows, or inside a kernel
 (kernels.py). One collective per call. With top_k and top_p the policy is renormalised over the

@@ -1,8 +1,8 @@
 """Low-rank adapters beside the learner's linear layers; everything else is frozen, without
 gradients or masters.
 
-The layers stay megatron-core's, on hosts as under Transformer Engine: a hook adds scale * (x A^T)
-B^T to what one gives. Where ranks hold parts of the product x A^T (row-parallel layers), or of what
+The layers stay megatron-core's, on CPUs and under Transformer Engine: a hook adds scale * (x A^T)
+B^T to their outputs. Where ranks hold parts of the product x A^T (row-parallel layers), or of what
 goes back to it (column-parallel ones), they add those up: `rank` numbers for each token. Experts'
 tokens are added up by their dispatcher, so that there the gradient of what all ranks hold alike is
 added up instead.
@@ -148,7 +148,7 @@ class Adapter(torch.nn.Module):
 
 @contextmanager
 def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The model without its adapters for a while: what a run has begun with."""
+    """Disable the adapters inside the context: the model is then the initial one."""
     held = [
         adapter
         for module in modules

@@ -157,7 +157,7 @@ def _device_fields(shape: ModelShape) -> dict[str, Any]:
         **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion"), True),
         "apply_rope_fusion": not shape.has(
             "rotary_pairs"
-        ),  # the kernel for packs turns halves, whatever it is told
+        ),  # the kernel for packs rotates halves, regardless of the setting
         "gradient_accumulation_fusion": False,
         **({"moe_permute_fusion": True} if shape.experts else {}),
     }
@@ -192,7 +192,7 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
 class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
-    # whole ones, however many bytes: whoever looks at the output layer asks for it
+    # set by tools that inspect the output layer: materialize all logits, at any size
     holds_logits = False
     adapted = False  # the embedding is frozen, and gradients go to adapters behind it
 
@@ -231,7 +231,7 @@ class PolicyModel(GPTModel):
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
         if cpu.ON_CPU:
-            # of all positions, whoever holds them
+            # of all positions, on any rank
             angles = self.rotary_pos_emb(pack.longest, packed_seq=True)
             return PackedRows(pack), angles[pack.positions_S]
         starts = pack.starts

@@ -25,8 +25,8 @@ from megatron_rl.models.table import Norm
 
 
 class Amax:
-    """Largest magnitudes since they were last taken; 0 where nothing was seen. What to see is for
-    subclasses to say.
+    """Largest magnitudes since they were last taken; 0 if nothing was observed. Subclasses choose
+    the observed tensors.
     """
 
     def __init__(self, *size: int, device: torch.device, active: bool) -> None:

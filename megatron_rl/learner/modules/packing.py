@@ -1,6 +1,6 @@
 """Packs, micro-batches of whole sequences: which replica has which rows of a batch in which pack,
-and a pack's layout; many tensors copied to a device as one. Which rows go where follows from
-lengths alone: no rank has to ask another.
+and a pack's layout; many tensors copied to a device as one. The assignment of rows follows from
+lengths alone, without communication.
 
 B rows of the batch, S positions of a pack, N response tokens of a pack, X
 positions of a pack whose sequences are padded to the length of their bucket.
@@ -39,16 +39,17 @@ class Pack:
 
     rows: tuple[int, ...]  # of the batch, in the order of the pack
     longest: int
-    tokens: int  # of its sequences: what follows is filler
+    tokens: int  # of its sequences; the rest is filler
     tokens_S: Tensor
     positions_S: Tensor
     starts: Tensor  # int32, one more than there are sequences: where each begins, and the end
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens, row after row
-    kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    # where the sampler has sent each, of this stage's layers: see Batch.experts_PLK
+    # int64: sampling support of each token, padded with -1; None: the whole vocabulary
+    kept_NK: Tensor | None
+    # experts that the sampler chose, of this stage's layers: see Batch.experts_PLK
     experts_SLK: Tensor | None
-    read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
+    read_S: Tensor  # bool: tokens that the sampler has read, all but the last of each row
     answered: int  # response tokens of its sequences
     buckets: tuple[Bucket, ...]
     padded_index_X: Tensor  # position that each padded place reads
@@ -68,8 +69,8 @@ class Pack:
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
-        """The pack on a device. What padded buckets are read by stays: only attention on a host
-        looks at it.
+        """Copy the pack to a device, except the indices of padded buckets, which only CPU attention
+        reads.
         """
         stays = ("padded_index_X", "packed_index_S", "blanks")
         tensors = {

@@ -40,7 +40,7 @@ class RouterReplay:
 
     def __init__(self, layers: int, device: torch.device, router: Router) -> None:
         self.replays = router is not Router.own
-        self.compares = False  # what is told is only looked at
+        self.compares = False  # count the differences only, do not replay
         self.trains = False  # in a pass whose activations may be computed again
         self._routers: list[_Layer] = []
         # read tokens, replayed, and own choice another
@@ -61,7 +61,7 @@ class RouterReplay:
 
     @contextmanager
     def passing(self, trains: bool) -> Iterator[None]:
-        """A pass over packs: what is to be computed again in it has to be."""
+        """Context of a pass over packs; all of its recomputation has to happen inside."""
         self.trains = trains
         for router in self._routers:
             router.again.clear()  # of a pass that has failed
@@ -81,7 +81,7 @@ class RouterReplay:
         try:
             for router in self._routers:
                 router.module.router_replay = router
-                router.module.config.moe_router_fusion = False  # it would ask nobody
+                router.module.config.moe_router_fusion = False  # the fused router bypasses replay
             yield self.counts_L3
         finally:
             self.compares = False
@@ -98,7 +98,7 @@ class RouterReplay:
 
 def shares(found_L3: Tensor) -> dict[str, float]:
     """Metrics of all ranks' counts. Empty if no token passed."""
-    found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
+    found_L3[:, 0] = found_L3[:, 0].max()  # a layer with a lower count did not replay
     read, replayed, other = found_L3.sum(0).tolist()
     if not read:
         return {}
@@ -111,25 +111,25 @@ def shares(found_L3: Tensor) -> dict[str, float]:
 
 def check(found: Mapping[str, float]) -> Mapping[str, float]:
     """Return the replay metrics of a step (`Learner.take_replayed`); raise if the replay failed."""
-    if not found:  # nothing has passed
+    if not found:  # no token has passed
         return found
     if not found["router/replayed"]:
         raise ReplayError(
-            "learner.router: replay, but the sampler has told no expert of this step's tokens: "
+            "learner.router: replay, but the sampler reported no experts for this step's tokens: "
             "start its servers with this recipe, or set learner.router=own"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(
             f"learner.router: replay, but the learner's routers would have sent {flips:.0%} of "
-            "the tokens elsewhere: the experts told are not those of these tokens, or of these "
-            "weights. learner.router=own goes on without"
+            "the tokens elsewhere: the reported experts are not those of these tokens, or of these "
+            "weights. learner.router=own trains without replay"
         )
     return found
 
 
 @dataclass(eq=False)
 class _Layer:
-    """In the place of megatron-core's object of one router."""
+    """Replacement of megatron-core's RouterReplay of one router."""
 
     replay: RouterReplay
     module: TopKRouter
@@ -137,7 +137,7 @@ class _Layer:
     held: int  # of those that packs hold
     shard: int | None
     passing: list[Pack]
-    # whose activations are still to be computed again, in their order
+    # packs whose activations are still to be recomputed, in order
     again: deque[Pack] = field(default_factory=deque)
 
     def get_replay_topk(
@@ -158,19 +158,22 @@ class _Layer:
             self.replay.counts_L3[self.layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK
-        told_SK = pack.experts_SLK[here, self.held]
-        if told_SK.shape[1] != topk:
+        reported_SK = pack.experts_SLK[here, self.held]
+        if reported_SK.shape[1] != topk:
             raise ValueError(
-                f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses "
+                f"the engine reports {reported_SK.shape[1]} experts per token, the router chooses "
                 f"{topk}"
             )
-        in_order_SK = told_SK.sort(1).values  # one expert twice is what was never written
-        told_S1 = ((told_SK != NO_EXPERT).all(1) & (in_order_SK.diff(dim=1) > 0).all(1))[:, None]
-        chosen_SK = torch.where(told_S1, told_SK.long(), own_SK)
+        # a repeated expert marks a slot that was never written
+        in_order_SK = reported_SK.sort(1).values
+        reported_S1 = ((reported_SK != NO_EXPERT).all(1) & (in_order_SK.diff(dim=1) > 0).all(1))[
+            :, None
+        ]
+        chosen_SK = torch.where(reported_S1, reported_SK.long(), own_SK)
         if first_time:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
-            other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
-            self.replay.counts_L3[self.layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()])
+            other_S = reported_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
+            self.replay.counts_L3[self.layer, 1:] += torch.stack([reported_S1.sum(), other_S.sum()])
         if self.replay.compares:
             return values_SK, own_SK
         return scores.gather(1, chosen_SK), chosen_SK
