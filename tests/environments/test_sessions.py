@@ -112,7 +112,7 @@ FAULTS = {
     "dies": "died",
     "raises": "RuntimeError: half a pair ?",
     "nothing": "step returned NoneType",
-    "no message": "nothing to answer",
+    "no message": "no message to respond to",
     "memory": "MemoryError",
     "nan": "nan is not a finite number",
     "patches": "sent a malformed reply",
@@ -378,7 +378,7 @@ def test_tools_have_schemas_of_their_signatures() -> None:
     assert function["parameters"]["required"] == ["query"]
     assert function["parameters"]["properties"]["limit"] == {"default": 3, "type": "integer"}
     assert ToolBox([find]).bound("find", {"query": "x", "limit": "2"})() == ["x", "x"]
-    with pytest.raises(TypeError, match="no name"):
+    with pytest.raises(TypeError, match="by name"):
         ToolBox([lambda *words: words])
 
 

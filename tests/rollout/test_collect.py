@@ -97,7 +97,7 @@ def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> Non
 
 
 def test_a_reward_that_never_works_stops_the_run() -> None:
-    with pytest.raises(RewardError, match="none of 20 answers"):
+    with pytest.raises(RewardError, match="none of 20 responses"):
         collected(config(), *["????"] * 5)
 
 
