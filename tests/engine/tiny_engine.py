@@ -83,7 +83,7 @@ def collecting(
 
     def collect() -> None:
         asked = len(prompts)
-        with closing(sampler.generation(params, seed=5)) as answering:
+        with closing(sampler.answering(params, seed=5)) as answering:
             answering.add(prompts, 0)
             if not first:
                 begun.set()

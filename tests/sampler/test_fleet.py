@@ -111,7 +111,7 @@ def test_the_key_is_in_no_command_line_and_no_log(far):
 
 def test_groups_come_as_they_finish(live):
     held, other = live.replicas
-    answering = live.sampler.generation(SAMPLING, seed=1)
+    answering = live.sampler.answering(SAMPLING, seed=1)
     assert answering.finished() == []
     with live.paused(held):
         answering.add(MANY[:20], 0)
@@ -129,7 +129,7 @@ def test_groups_come_as_they_finish(live):
 
 
 def test_closing_ends_what_the_servers_work_on(live):
-    answering = live.sampler.generation(LONG, seed=2)
+    answering = live.sampler.answering(LONG, seed=2)
     with live.paused(live.replicas[0]), live.paused(live.replicas[1]):
         answering.add(MANY, 0)
         wait_for(lambda: all(one.running and one.load for one in live.replicas))

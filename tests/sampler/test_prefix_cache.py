@@ -74,7 +74,7 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
     """
     live.update(1)
     old = ask(live)
-    answering = live.sampler.generation(PARAMS, seed=5)
+    answering = live.sampler.answering(PARAMS, seed=5)
     answering.add([PROMPT] * 4, 0)
     live.until_open()
     live.update(2)
@@ -91,7 +91,7 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
         if one.versions is None and one.policy_version == live.sampler.policy_version - 2
     ]
     assert late, "some had not begun"
-    fresh = live.sampler.generation(PARAMS, seed=5)
+    fresh = live.sampler.answering(PARAMS, seed=5)
     fresh.add([PROMPT] * 4, 0)
     whole = rest(fresh)
     same = [one.token_ids == whole[one.group][one.sample].token_ids for one in late]

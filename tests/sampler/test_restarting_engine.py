@@ -45,7 +45,7 @@ def test_it_comes_back_with_its_weights(
 
     # it answers nothing before it is killed
     os.kill(live.sampler.replicas[0].process.pid, signal.SIGSTOP)
-    answering = live.sampler.generation(LONG, seed=1)
+    answering = live.sampler.answering(LONG, seed=1)
     answering.add(PROMPTS, 0)
     live.kill()
     groups = rest(answering)
