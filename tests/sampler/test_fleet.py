@@ -215,7 +215,7 @@ def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt
     }
     assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
-    assert any("(int8) is out" in line for line in live.notes)
+    assert any("(int8) is unavailable" in line for line in live.notes)
 
     wait_for(lambda: all(replica.ready for replica in live.replicas))
     again = live.rollouts()
