@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -141,7 +141,38 @@ class EventLoopThread:
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    await cancel_all(asyncio.all_tasks() - {asyncio.current_task()}, SHUT_S / 2)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]], timeout_s: float | None = None) -> None:
+    """Cancel tasks and wait for their end."""
+    cancelled = list(tasks)
+    for task in cancelled:
         task.cancel()
-    await asyncio.wait(others, timeout=SHUT_S / 2) if others else None
+    if cancelled:
+        await asyncio.wait(cancelled, timeout=timeout_s)
+
+
+async def tracked(
+    work: Awaitable[T], running: set[asyncio.Future[Any]], cancelled: Callable[[], Exception]
+) -> T:
+    """Await work as a task of the set `running`; raise `cancelled()` if the task is cancelled
+    there. Cancelling the caller cancels the work.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_retrieve)
+    running.add(task)
+    try:
+        await asyncio.wait([task])
+    finally:
+        running.discard(task)
+        task.cancel()
+    if task.cancelled():
+        raise cancelled()
+    return task.result()
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Mark an exception as retrieved, or asyncio would warn."""
+    if not task.cancelled():
+        task.exception()

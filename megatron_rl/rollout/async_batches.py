@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.processes import heartbeat
-from megatron_rl.rollout.collect import Collected, Collector, GenerationHandle, ResponseSource
+from megatron_rl.rollout.collect import Collected, Collector, GroupStream, ResponseSource
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 LOOK_S = 0.2  # poll interval of waits
@@ -64,7 +64,7 @@ class Gate:
         self._open = 0
         self._closed = False
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GenerationHandle:
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream:
         return _Gated(self, self._answers.answering(params, seed=seed, step=step))
 
     @contextmanager
@@ -105,9 +105,9 @@ class Gate:
 
 
 class _Gated:
-    """GenerationHandle behind the gate: prompts added while it is closed start when it opens."""
+    """GroupStream behind the gate: prompts added while it is closed start when it opens."""
 
-    def __init__(self, gate: Gate, inner: GenerationHandle) -> None:
+    def __init__(self, gate: Gate, inner: GroupStream) -> None:
         self._gate = gate
         self._inner = inner
         self._open = 0

@@ -52,7 +52,7 @@ class RewardError(RuntimeError):
     )
 
 
-class GenerationHandle(Protocol):
+class GroupStream(Protocol):
     """Prompts in generation, for one thread; others may call the sampler for other requests."""
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
@@ -71,7 +71,7 @@ class GenerationHandle(Protocol):
 class ResponseSource(Protocol):
     """Interface of a Sampler that collection uses."""
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GenerationHandle: ...
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream: ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Collector:
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
-    def _ask(self, answering: GenerationHandle, count: int) -> None:
+    def _ask(self, answering: GroupStream, count: int) -> None:
         if count > 0:
             first = self.next_group
             answering.add(self._order.take(count), first)
@@ -391,8 +391,8 @@ def _task(rollout: Rollout, text: str) -> Task:
     return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
 
 
-class ImmediateHandle:
-    """GenerationHandle in which one blocking call serves all prompts."""
+class ImmediateStream:
+    """GroupStream in which one blocking call serves all prompts."""
 
     def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
         """`generate`: called with prompts, and the group of the first."""
@@ -419,13 +419,13 @@ class DatasetResponses:
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateHandle:
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
         def answers(prompts: Sequence[Prompt], first: int) -> list[Rollout]:
             return [
                 self._answer(one, params, group, step) for group, one in enumerate(prompts, first)
             ]
 
-        return ImmediateHandle(answers)
+        return ImmediateStream(answers)
 
     def _answer(self, prompt: Prompt, params: SamplingParams, group: int, step: int) -> Rollout:
         answer = self._tokenizer.encode(str(prompt.answer))

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.processes.threads import cancel_all, tracked
 from megatron_rl.sampler.client.interface import EngineGone, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.types import Completion, Prompt, Rollout, SamplingParams, written
 
+GIVEN_UP = "the request was given up"
 TRIES = 4  # engines that may die on one prompt before the prompt is suspected
 # sequences given to an engine, relative to its batch size: enough to refill the batch
 QUEUED = 1.25
@@ -56,14 +58,14 @@ class Meter:
         with self._lock:
             return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
 
-    def count(self, jobs: int, tokens: int = 0) -> None:
-        """Add `jobs` to the number of open requests (negative: remove)."""
+    def count(self, requests: int, tokens: int = 0) -> None:
+        """Add `requests` to the number of open requests (negative: remove)."""
         with self._lock:
             now = time.perf_counter()
             if self._open:
                 self._seconds += now - self._since
             self._since = now
-            self._open += jobs
+            self._open += requests
             self.tokens += tokens
 
 
@@ -100,28 +102,20 @@ class Dispatcher:
         self._hopeful_at = time.monotonic()  # when an engine last worked, or was about to be ready
         # own sequences by engine: those of other dispatchers do not count here
         self._load = Counter[str]()
-        self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
-        self._answering: set[asyncio.Task[list[Rollout]]] = set()
+        self._homes: dict[str, Replica] = {}  # the engine that last took a request of a key
+        self._answering: set[asyncio.Future[Any]] = set()
         self._failure: SamplerError | None = None
 
-    async def ask(self, job: Request) -> list[Rollout]:
+    async def ask(self, request: Request) -> list[Rollout]:
         """Return the response to a request; cancellation stops it at the engine."""
         if self._failure is not None:
             raise self._failure
-        task = asyncio.create_task(self._answered(job))
-        self._answering.add(task)
-        task.add_done_callback(_retrieved)
         self._meter.count(1)
         tokens = 0
         try:
-            await asyncio.wait([task])
-            if task.cancelled():
-                raise self._failure or SamplerError("the request was given up")
-            rollouts = task.result()
+            rollouts = await tracked(self._answered(request), self._answering, self._closed)
             tokens = sum(len(one.token_ids) for one in rollouts)
         finally:
-            task.cancel()  # where the caller was
-            self._answering.discard(task)
             self._meter.count(-1, tokens)
         return rollouts
 
@@ -133,32 +127,31 @@ class Dispatcher:
         if late and self._waiting and self._failure is None:
             self._failure = NoServerLeft(self._replicas, self._served[-1], self._patience_s)
         while self._waiting:
-            job, replica = self._waiting[0]
+            request, replica = self._waiting[0]
             if self._failure is not None:
                 replica.set_exception(self._failure)
-            elif usable := [one for one in self._replicas if self._can_take(one, job)]:
-                replica.set_result(self._chosen(job, usable))
+            elif usable := [one for one in self._replicas if self._can_take(one, request)]:
+                replica.set_result(self._chosen(request, usable))
             else:
                 return
             self._waiting.popleft()
 
-    async def close(self, why: str = "the request was given up") -> None:
+    async def close(self, why: str = GIVEN_UP) -> None:
         """Cancel open requests at the engines. `why`: the error that waiting callers get."""
         self._failure = self._failure or SamplerError(why)
-        open_tasks = list(self._answering)
-        for task in open_tasks:
-            task.cancel()
-        if open_tasks:
-            await asyncio.wait(open_tasks)
+        await cancel_all(self._answering)
 
-    async def _answered(self, job: Request) -> list[Rollout]:
+    def _closed(self) -> SamplerError:
+        return self._failure or SamplerError(GIVEN_UP)
+
+    async def _answered(self, request: Request) -> list[Rollout]:
         reason = ""
         for attempt in range(TRIES):
-            replica = await self._next_replica(job, first=attempt > 0)
+            replica = await self._next_replica(request, first=attempt > 0)
             since = len(self._served) - 1
             try:
                 completions = await replica.wait_for(
-                    self._completions(job, replica, self._served[since])
+                    self._completions(request, replica, self._served[since])
                 )
                 while replica.state is State.updating and self._others(completions, since):
                     # the notice that they are loaded has not arrived yet
@@ -172,31 +165,34 @@ class Dispatcher:
                 reason = str(error)
                 self._on_gone(replica, reason)
             except RequestRefused as error:
-                raise SamplerError(f"{job} failed: {error}") from None
+                raise SamplerError(f"{request} failed: {error}") from None
             else:
                 replica.served += len(completions)
                 return [
-                    _rollout(job, sample, one, replica) for sample, one in enumerate(completions)
+                    _rollout(request, sample, one, replica)
+                    for sample, one in enumerate(completions)
                 ]
             finally:
-                self._count(replica, -job.params.samples)
+                self._count(replica, -request.params.samples)
                 self.notify()
             self._meter.retried += 1
         raise SamplerError(
-            f"{job} failed in {TRIES} tries, each of which ended its server; "
+            f"{request} failed in {TRIES} tries, each of which ended its server; "
             f"the last error: {reason}"
         )
 
-    async def _completions(self, job: Request, replica: Replica, version: int) -> list[Completion]:
-        params = job.params
+    async def _completions(
+        self, request: Request, replica: Replica, version: int
+    ) -> list[Completion]:
+        params = request.params
         # greedy samples are identical
         distinct = 1 if params.temperature == 0 else params.samples
         samples = [
             asyncio.ensure_future(
                 replica.engine.generate(
-                    job.prompt.token_ids,
+                    request.prompt.token_ids,
                     params,
-                    job.seed + sample,
+                    request.seed + sample,
                     version=version,
                     patient=self._patient,
                 )
@@ -217,14 +213,14 @@ class Dispatcher:
         versions = set[int]().union(*(one.all_versions for one in completions))
         return versions - set(self._served[since:])
 
-    async def _next_replica(self, job: Request, first: bool) -> Replica:
+    async def _next_replica(self, request: Request, first: bool) -> Replica:
         """Wait for an engine with room, behind or before the requests that wait already. The
         request counts as the engine's from then on.
         """
         if not self._waiting:
             self._hopeful_at = time.monotonic()
         replica: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
-        waiting = job, replica
+        waiting = request, replica
         if first:
             self._waiting.appendleft(waiting)
         else:
@@ -238,18 +234,18 @@ class Dispatcher:
             if not replica.done():
                 self._waiting.remove(waiting)
             elif replica.exception() is None:
-                self._count(replica.result(), -job.params.samples)
+                self._count(replica.result(), -request.params.samples)
             self.notify()
             raise
         return replica.result()
 
-    def _chosen(self, job: Request, usable: Sequence[Replica]) -> Replica:
-        replica = self._homes.get(job.key)
+    def _chosen(self, request: Request, usable: Sequence[Replica]) -> Replica:
+        replica = self._homes.get(request.key)
         if replica is None or replica not in usable:
             replica = min(usable, key=lambda one: (one.load, one.served))
-        if job.key:
-            self._homes[job.key] = replica
-        self._count(replica, job.params.samples)
+        if request.key:
+            self._homes[request.key] = replica
+        self._count(replica, request.params.samples)
         return replica
 
     def _patience_left(self) -> float:
@@ -261,22 +257,22 @@ class Dispatcher:
             self._hopeful_at = time.monotonic()
         return self._hopeful_at + self._patience_s - time.monotonic()
 
-    def _can_take(self, replica: Replica, job: Request) -> bool:
+    def _can_take(self, replica: Replica, request: Request) -> bool:
         current = replica.state is State.ready and replica.version == self._served[-1]
         load = self._load[replica.name]
         # a single engine is given everything: batches must not depend on when samples finish
         alone = len(self._replicas) == 1
         return current and (
-            load == 0 or alone or load + job.params.samples <= self._room(replica, job)
+            load == 0 or alone or load + request.params.samples <= self._room(replica, request)
         )
 
-    def _room(self, replica: Replica, job: Request) -> int:
+    def _room(self, replica: Replica, request: Request) -> int:
         """Return the number of sequences to give an engine: its batch size, as far as its cache
         holds them, and a margin.
         """
         sequences = self._max_sequences
         if replica.cache_tokens:
-            longest = len(job.prompt.token_ids) + job.params.max_tokens
+            longest = len(request.prompt.token_ids) + request.params.max_tokens
             sequences = min(sequences, replica.cache_tokens // longest)
         return int(QUEUED * sequences)
 
@@ -285,17 +281,11 @@ class Dispatcher:
         self._load[replica.name] += sequences
 
 
-def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Mark an exception as retrieved, or asyncio would warn."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _rollout(job: Request, sample: int, completion: Completion, replica: Replica) -> Rollout:
+def _rollout(request: Request, sample: int, completion: Completion, replica: Replica) -> Rollout:
     return Rollout(
         **vars(completion),
-        prompt=job.prompt,
-        group=job.group,
+        prompt=request.prompt,
+        group=request.group,
         sample=sample,
         loss_mask=written(len(completion.token_ids)),
         format=replica.format.value,

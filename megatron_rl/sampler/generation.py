@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
-from megatron_rl.processes.threads import MEANWHILE_S, EventLoopThread
+from megatron_rl.processes.threads import MEANWHILE_S, EventLoopThread, cancel_all
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -67,7 +67,7 @@ class GenerationHandle:
         """
         self._open = 0
         with suppress(type(self._loop.ended())):
-            self._loop.call(self._give_up())
+            self._loop.call(cancel_all(self._tasks))
         self._close()
 
     def _next(self) -> list[Rollout] | BaseException:
@@ -92,13 +92,6 @@ class GenerationHandle:
             raise
         except BaseException as error:
             self._found.put(error)
-
-    async def _give_up(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.health import EngineHealth
+from megatron_rl.processes.threads import tracked
 from megatron_rl.sampler.client.engine_process import EngineProcess
 from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError, read_health
 from megatron_rl.weight_sync.manifest import NO_VERSION
@@ -106,16 +107,7 @@ class Replica:
 
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
         """Wait for a reply; NoAnswer if its supervisor marks it down meanwhile."""
-        task = asyncio.ensure_future(asked)
-        self.running.add(task)
-        try:
-            await asyncio.wait([task])
-        finally:
-            self.running.discard(task)
-            task.cancel()  # where the caller was
-        if task.cancelled():
-            raise NoAnswer(self.reason)
-        return task.result()
+        return await tracked(asked, self.running, lambda: NoAnswer(self.reason))
 
     async def look(self) -> Look:
         """Check whether the engine replies, or at least makes progress."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences, uses_servers
 from megatron_rl.processes.process import share_of_cores
+from megatron_rl.processes.threads import cancel_all
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, Kind
@@ -146,10 +147,7 @@ class Replicas:
         """Stop supervision and close the connections. The processes are ended afterwards."""
         for dispatcher in self._state.dispatchers:
             await dispatcher.close(NOT_RUNNING)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=SHUT_S)
+        await cancel_all(self._tasks, SHUT_S)
         for supervisor in self._supervisors:
             supervisor.first_start.cancel()
             await supervisor.close(shut=True)

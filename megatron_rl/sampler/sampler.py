@@ -364,8 +364,8 @@ class TurnClient:
     ) -> Rollout:
         """Return the response to a request. `key`: see dispatch.Request."""
         params = replace(self._params, max_tokens=max_tokens, tools=tools)
-        job = Request(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
-        (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
+        request = Request(0, Prompt(0, tuple(tokens), "", {}), seed, params, key)
+        (rollout,) = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(request)))
         # a conversation keeps each completion: keep only the fields that it needs
         return replace(rollout, prompt=replace(rollout.prompt, token_ids=()))
 

@@ -8,7 +8,7 @@ from rollouts import rollout
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.task import Score, Task
-from megatron_rl.rollout.collect import Collector, ImmediateHandle, Scorer
+from megatron_rl.rollout.collect import Collector, ImmediateStream, Scorer
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 
@@ -30,8 +30,8 @@ class Script:
     def __init__(self, *groups: str) -> None:
         self.groups = list(groups)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateHandle:
-        return ImmediateHandle(
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
+        return ImmediateStream(
             lambda prompts, first: self.generate(
                 prompts, params, seed=seed, first_group=first, step=step
             )

@@ -344,7 +344,7 @@ class EngineClient:
         versions_T = one.versions or [one.policy_version] * T
         if len(one.logprobs) != T or len(versions_T) != T:
             raise ValueError(f"logprobs or policy versions that do not add up to {T} tokens")
-        if not all(NO_VERSION <= one <= LARGEST_ID for one in one.all_versions):
+        if not all(NO_VERSION <= version <= LARGEST_ID for version in one.all_versions):
             raise ValueError("an impossible policy version")
         self._check_ids(tokens_T)
         if (np.asarray(one.logprobs) > HIGHEST_LOGPROB).any():
