@@ -4,6 +4,8 @@ this process and in those that it starts.
 
 import logging
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 LEVEL = "MEGATRON_RL_LOG_LEVEL"
@@ -26,9 +28,14 @@ def logger(component: str) -> logging.Logger:
     return _root().getChild(component)
 
 
-def line(log: logging.Logger, level: int, text: str) -> str:
-    """Format a log line, for a file that no handler writes."""
-    return Formatter().format(log.makeRecord(log.name, level, "", 0, text, (), None))
+def warn(component: str, text: str, path: Path) -> None:
+    """Log a warning, also into a file that handlers of another process may write."""
+    log = logger(component)
+    log.warning(text)
+    if not any(getattr(handler, "path", None) == path for handler in _root().handlers):
+        record = log.makeRecord(log.name, logging.WARNING, "", 0, text, (), None)
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(f"{Formatter().format(record)}\n")
 
 
 def configure(stream: TextIO, level: int = logging.NOTSET) -> None:

@@ -7,7 +7,6 @@ the run hangs when no rank has made any for `run.hang_timeout_s`. Waits for engi
 limits of their own, and end by themselves before.
 """
 
-import logging
 import os
 import platform
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import read_json
-from megatron_rl.logs import line, logger
+from megatron_rl.logs import logger, warn
 from megatron_rl.processes.heartbeat import ACTIVITY
 from megatron_rl.processes.process import SHOW_STACKS, birth_of, is_stopped, state_of
 from megatron_rl.tracking.run_dir import RunDir
@@ -85,7 +84,6 @@ class HangDetector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s`: run.hang_timeout_s."""
-        self._writes_log = True  # driver.log; the driver's own log lines go there already
         self.issues: list[ProcessIssue] = []
         self._run_dir = run_dir
         self._timeout_s = timeout_s
@@ -223,12 +221,7 @@ class HangDetector:
                 mark_stuck(self._run_dir, stuck)
 
     def _say(self, text: str) -> None:
-        log = logger("watch")
-        log.warning(text)
-        if self._writes_log:
-            path = RunDir(self._run_dir).logs / "driver.log"
-            with suppress(OSError), path.open("a", encoding="utf-8") as file:
-                file.write(line(log, logging.WARNING, text) + "\n")
+        warn("watch", text, RunDir(self._run_dir).logs / "driver.log")
 
 
 class RankHangDetector(HangDetector):
@@ -240,7 +233,6 @@ class RankHangDetector(HangDetector):
         super().__init__(run_dir, timeout_s)
         self.launcher = launcher
         self._rank = rank
-        self._writes_log = rank != 0
 
     def __call__(self) -> None:
         if self.launcher and not is_stopped(self.launcher) and not self.issues:

@@ -262,6 +262,7 @@ class _LogHandler(logging.Handler):
     def __init__(self, display: Display, path: Path) -> None:
         super().__init__()
         self.setFormatter(Formatter())
+        self.path = path
         self._display = display
         self._text = LineFile(path)
 
