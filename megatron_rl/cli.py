@@ -9,12 +9,13 @@ from megatron_rl.processes.interrupts import leave_at_once, leaving_at_once
 
 with leaving_at_once():
     import argparse
+    import os
 
     from megatron_rl.processes.process import STOP_AFTER_STEP, hold, status_of
 
     hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
 
-    from megatron_rl import __version__
+    from megatron_rl import __version__, logs
     from megatron_rl.commands import app, serve, train
     from megatron_rl.config import ConfigError
 
@@ -34,6 +35,9 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
         parser.error(f"unknown argument {stray[0]!r}; overrides are written section.key=value")
     if rest:  # overrides after an option
         options.overrides += rest
+    if options.log_level:
+        os.environ[logs.LEVEL] = options.log_level  # for the processes of a run, too
+    logs.configure(sys.stderr)
     try:
         return options.run(options)
     except ConfigError as error:
@@ -55,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     apps = app("commands")
     for command in (train, serve, *(apps.COMMANDS if apps else ())):
         command.add(commands)
+    for one in commands.choices.values():
+        one.add_argument(
+            "--log-level", choices=logs.LEVELS, help="least severe log lines shown (default: info)"
+        )
     return parser
 
 

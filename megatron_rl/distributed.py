@@ -41,7 +41,7 @@ _open = False
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """Mark long work on rank 0 that other ranks wait for: `tell_to_wait` prolongs their wait."""
+    """Mark long work on rank 0 that other ranks wait for: `set_wait_policy` prolongs their wait."""
     global _open
     _open = True
     try:
@@ -61,7 +61,7 @@ def collective_timeout_s(
     return max(hang_timeout_s, start_timeout_s + 3 * request_timeout_s) + MARGIN_S
 
 
-def tell_to_wait() -> None:
+def set_wait_policy() -> None:
     """Prolong the other ranks' wait; called periodically by another thread, so that no collective
     times out while rank 0 lives.
     """

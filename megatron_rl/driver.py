@@ -24,6 +24,7 @@ from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset,
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation import Evaluator
 from megatron_rl.learner.achieved import Achieved, memory_peaks
+from megatron_rl.logs import logger
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
@@ -83,7 +84,7 @@ class Driver:
         self.recorder = self._stack.enter_context(recorder)
         try:
             self._stop = self._stack.enter_context(
-                StopRequest(recorder.clock, recorder.note, recorder.run.path)
+                StopRequest(recorder.clock, logger("run").info, recorder.run.path)
             )
             after = recorder.run.resumes_after
             if after is None:
@@ -110,7 +111,7 @@ class Driver:
         )
         where = ", ".join(config.data.sources("train"))
         self._data = train.checksum
-        self.recorder.note(f"train    {where}: {train.describe()}")
+        logger("data").info(f"train: {where}: {train.describe()}")
         if self.resumes:
             refuse_other_data(
                 self.resumes.driver.data,
@@ -126,7 +127,7 @@ class Driver:
         self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
         self.sampler = Sampler(
-            EngineSettings.from_config(config), folder, log_dir, self.recorder.note
+            EngineSettings.from_config(config), folder, log_dir, logger("sampler").info
         )
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
@@ -143,9 +144,8 @@ class Driver:
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
-        self.recorder.note(
-            f"sampler  starting {describe_sampler(config.sampler, config.quantization)}; step 0 "
-            "follows"
+        logger("sampler").info(
+            f"starting {describe_sampler(config.sampler, config.quantization)}; step 0 follows"
         )
         # idle servers are given a prompt each, so that the probe meets every one
         engines = config.sampler.engines
@@ -208,7 +208,7 @@ class Driver:
                 tokenizer,
                 config.rollout.max_prompt_tokens,
             )
-            self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
+            logger("data").info(f"{one.name or 'eval'}: {one.path}: {found.describe()}")
             if name not in pools:
                 own = RewardPool(one.reward, config.run.variables)
                 self._stack.callback(own.close)

@@ -77,13 +77,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -95,7 +95,7 @@ def open_regular(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "no regular file, but a folder, a pipe or a device", str(path))
 
 
-def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
+def read_bounded(path: Path, largest: int = LARGEST_JSON) -> bytes:
     """Read a regular file; OSError for one of more than `largest` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -110,7 +110,7 @@ def read_json(
 ) -> dict[str, Any]:
     """Read a JSON file with keys; ValueError with the reason if it is missing or wrong."""
     try:
-        text = read_whole(path, largest)
+        text = read_bounded(path, largest)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     try:

@@ -3,6 +3,7 @@ srun or torchrun. `alone` prepares another command's process for a learner of on
 """
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from types import FrameType
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.logs import configure
 from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.folder_lock import current
@@ -47,6 +49,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
     """Run the loop as this process's rank, which the environment gives."""
     _leave_out_advice()
     rank = int(os.environ["RANK"])
+    configure(sys.stdout, logging.ERROR if rank else logging.NOTSET)
     # Slurm and torchrun signal every task: the driver handles it once it exists; the other ranks
     # follow the driver
     if rank:
@@ -66,11 +69,11 @@ def run_rank(config: Config, run_dir: Path) -> None:
     heartbeat.each.append(RankHangDetector(run_dir, config.run.hang_timeout_s, rank, launcher))
     heartbeat.start()
     with process.rare_collections(), process.hidden("wandb"):
-        from megatron_rl.distributed import tell_to_wait
+        from megatron_rl.distributed import set_wait_policy
         from megatron_rl.learner.modules import cpu  # before anything imports megatron
         from megatron_rl.train import train
 
-    heartbeat.each.append(tell_to_wait)
+    heartbeat.each.append(set_wait_policy)
     try:
         cpu.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
@@ -116,7 +119,7 @@ def force_exit_after_last_word() -> None:
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM, which Slurm also sends when another task of the job has failed."""
-    if LAUNCHER not in os.environ and job.goes_on():
+    if LAUNCHER not in os.environ and job.is_running():
         raise RuntimeError(job.ANOTHER_ENDED)
     process.raise_interrupt(number, frame)
 

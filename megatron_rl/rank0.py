@@ -44,9 +44,6 @@ class Rank0:
     def syncing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._driver is None else self._driver.syncing()
 
-    def note(self, line: str) -> None:
-        self.only(lambda driver: driver.recorder.note(line))
-
     def __enter__(self) -> Self:
         return self
 

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import SamplerSection
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import EngineProcess, ProcessSettings
-from megatron_rl.sampler.client.interface import EngineGone, SamplerError
+from megatron_rl.sampler.client.interface import EngineUnavailable, SamplerError
 from megatron_rl.sampler.client.lines import SocketLine
 from megatron_rl.sampler.engine_settings import (
     EngineSettings,
@@ -97,7 +97,7 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
                 ready = True
                 try:
                     starting.result()
-                except EngineGone:
+                except EngineUnavailable:
                     continue  # its exit status follows
                 except SamplerError as error:
                     print(error, file=sys.stderr)

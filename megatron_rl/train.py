@@ -27,6 +27,7 @@ from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.router_replay import check as check_replay
 from megatron_rl.learner.profile import dump_on_oom
 from megatron_rl.learner.state import LearnerState
+from megatron_rl.logs import logger
 from megatron_rl.loss.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.models.model import Model
 from megatron_rl.rank0 import Rank0
@@ -65,7 +66,7 @@ def train(
         driver_closed.callback(on_driver_closed)
         enable_expandable_segments(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-        learner = Learner(model, config, run_dir / "dumps", rank0.note)
+        learner = Learner(model, config, run_dir / "dumps", logger("learner").warning)
         # after the driver has finished: a rank that leaves ends those that still wait for it
         after_driver.callback(learner.close)
         rank0.join(learner)
@@ -77,7 +78,7 @@ def train(
                 config.checkpoint,
                 LearnerState(learner),
                 sync,
-                rank0.note,
+                logger("checkpoint").info,
             )
             at = load_or_resume(config, rank0, learner, saver)
             loop(config, rank0, learner, sync, saver, at)
@@ -88,7 +89,7 @@ def train(
                     run_dir,
                     config.checkpoint.best,
                     lambda: rank0.ask(Driver.has_time),
-                    rank0.note,
+                    logger("checkpoint").info,
                 )
 
 
@@ -133,10 +134,10 @@ def loop(
             with learner.profiler.step(at.step + 1):
                 at = train_step(at, config, rank0, learner)
             at, stop = sync_and_log(at, config, rank0, learner, sync, saver)
-    except StepAborted as given_up:
+    except StepAborted as aborted:
         # on every rank: save the state that an aborted step has not changed, unless it is saved
         # already
-        stop = str(given_up)
+        stop = str(aborted)
         with rank0.phase("checkpoint"):
             saver.close()
             # rank 0 decides: renaming the folder may have failed although all parts were written
@@ -260,13 +261,12 @@ def sync_weights(
                 or not rank0.ask(lambda driver: driver.can_skip_sync(following))
             ):
                 raise
-            rank0.note(f"sync     policy version {step} is skipped: {refused}")
+            logger("sync").warning(f"policy version {step} is skipped: {refused}")
             return {"sync/refused": 1.0}
         metrics = report.metrics() | rank0.ask(Driver.last_sync)
         if report.first_failure:
-            rank0.note(
-                f"sync     policy version {step} was sent twice; the first time: "
-                f"{report.first_failure}"
+            logger("sync").warning(
+                f"policy version {step} was sent twice; the first time: {report.first_failure}"
             )
         if due(step // section.every, section.probe_every):
             batch, formats = rank0.ask(lambda driver: driver.probe(step))

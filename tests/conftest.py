@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
     "test_asked_to_stop.py",
     "test_endings.py",
-    "test_ahead.py",
+    "test_async_rollouts.py",
     "test_leftovers.py",
     "test_stopped.py",
     "test_layouts.py",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.files import last_lines, read_json, replacing, write_whole
+from megatron_rl.files import last_lines, read_json, replacing, write_atomic
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
-    write_whole(path, "old")
+    write_atomic(path, "old")
     with replacing(path) as partial:
         partial.write_text("new")
         assert path.read_text() == "old"
@@ -25,7 +25,7 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
 def test_an_error_leaves_what_was_there(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model"
-    write_whole(path, "old")
+    write_atomic(path, "old")
 
     def fail() -> None:
         with replacing(path) as partial:

@@ -128,11 +128,11 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
 ) -> None:
     kept: list[int] = []
 
-    def given_up(*_: Any) -> None:
+    def aborted(*_: Any) -> None:
         raise StepAborted("asked")
 
     monkeypatch.setattr(train, "sync_and_log", lambda at, *_, **__: (at, None))
-    monkeypatch.setattr(train, "train_step", given_up)
+    monkeypatch.setattr(train, "train_step", aborted)
     monkeypatch.setattr(train, "save_if_due", lambda at, *_: kept.append(at.step))
     driver: Any = SimpleNamespace(recorder=recorder(), end_early=lambda *_: None)
     traced = learner(profiler=SimpleNamespace(step=lambda _: nullcontext()))

@@ -140,7 +140,7 @@ def run_all(
 
     jobs = [Job(each.name, runs[each], tags(each, axes)) for each in left]
     outcomes = runner.run(
-        jobs, lambda job: print(f"{places[job.name]} {runner.told(job)}", flush=True), ended
+        jobs, lambda job: print(f"{places[job.name]} {runner.progress(job)}", flush=True), ended
     )
     return {each: outcomes[each.name] for each in left}
 

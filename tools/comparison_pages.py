@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_rl.apps.comparison.comparison import Comparison
 from megatron_rl.apps.comparison.findings import TEST, summary
 from megatron_rl.config import ConfigError
-from megatron_rl.files import write_whole
+from megatron_rl.files import write_atomic
 from megatron_rl.tracking.metrics_file import NUMBERS
 
 BLOCKS = ("table", "findings", "figure")
@@ -35,7 +35,7 @@ def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[
     }
     texts[folder / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
     for path, text in texts.items():
-        write_whole(path, text)
+        write_atomic(path, text)
     return list(texts)
 
 

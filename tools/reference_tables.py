@@ -72,7 +72,13 @@ def config() -> str:
             "|---|---|---|---|---|",
         ]
         for one in (one for one in entries() if one.name.startswith(f"{section}.")):
-            cells = (f"`{one.name}`", one.takes, f"`{one.default}`", f"`{one.example}`", one.told)
+            cells = (
+                f"`{one.name}`",
+                one.takes,
+                f"`{one.default}`",
+                f"`{one.example}`",
+                one.description,
+            )
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

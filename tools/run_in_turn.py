@@ -94,7 +94,7 @@ class Runner:
             return self._logs / f"{name}.log"
         return None
 
-    def told(self, job: Job) -> str:
+    def progress(self, job: Job) -> str:
         return job.name + (f"  its output: {log}" if (log := self.log_of(job.name)) else "")
 
     def _start(self, job: Job) -> None:

@@ -61,7 +61,7 @@ def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) ->
     }
     outcomes = runner.run(
         [Job(name, arguments(grid, root, seed)) for name, seed in unfinished.items()],
-        lambda job: print(f"[start] {runner.told(job)}", flush=True),
+        lambda job: print(f"[start] {runner.progress(job)}", flush=True),
     )
     for run, seed in zip(runs, wanted, strict=True):
         if not _has_finished(run):

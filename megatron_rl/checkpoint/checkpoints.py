@@ -25,7 +25,7 @@ import xxhash
 
 from megatron_rl.checkpoint.torch_dist.index import read_index
 from megatron_rl.config import ConfigError
-from megatron_rl.files import open_regular, publish_folder, read_json, remove, write_whole
+from megatron_rl.files import open_regular, publish_folder, read_json, remove, write_atomic
 from megatron_rl.models.weight_files import refuse_links_out, stored_tensors
 
 MANIFEST = "checkpoint.json"
@@ -37,7 +37,7 @@ NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
-class TornCheckpoint(ConfigError):
+class IncompleteCheckpoint(ConfigError):
     """An incomplete or damaged checkpoint; the text names the damage."""
 
     hint = (
@@ -95,7 +95,7 @@ def steps(root: Path) -> list[int]:
 def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     """Finish a save: write the manifest and rename the folder. `files` are those of `digest`."""
     manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
-    write_whole(
+    write_atomic(
         partial / MANIFEST,
         json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1),
     )
@@ -118,9 +118,9 @@ def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int,
 def read(path: Path) -> Checkpoint:
     """Read the manifest of a checkpoint without checking its files."""
     if path.is_symlink():
-        raise TornCheckpoint(f"{path} is a link; put the folder itself there")
+        raise IncompleteCheckpoint(f"{path} is a link; put the folder itself there")
     if not os.path.lexists(path / MANIFEST):
-        raise TornCheckpoint(f"{path} has no {MANIFEST}")
+        raise IncompleteCheckpoint(f"{path} has no {MANIFEST}")
     try:
         refuse_links_out(path, [MANIFEST])
         stored = read_json(path / MANIFEST)
@@ -133,7 +133,7 @@ def read(path: Path) -> Checkpoint:
         if path.name != path_of(path.parent, found.step).name:
             raise ValueError(f"it is that of step {found.step}")
     except (OSError, ValueError, RecursionError) as error:
-        raise TornCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
+        raise IncompleteCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
     return found
 
 
@@ -148,11 +148,13 @@ def verify(path: Path) -> Checkpoint:
             same = there == size and digest(file) == (size, checksum)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise TornCheckpoint(f"{file} cannot be read ({why})") from None
+            raise IncompleteCheckpoint(f"{file} cannot be read ({why})") from None
         if there != size:
-            raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
+            raise IncompleteCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
         if not same:
-            raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
+            raise IncompleteCheckpoint(
+                f"{file} was changed after it was written: its checksum differs"
+            )
     try:  # by headers and indexes
         if not read_index(path / POLICY):
             raise ValueError(f"{path / POLICY} holds no tensors")
@@ -162,16 +164,16 @@ def verify(path: Path) -> Checkpoint:
             if name == SYNC or name.startswith(f"{RANKS}/"):
                 stored_tensors(path / name)
     except (OSError, ValueError) as error:
-        raise TornCheckpoint(f"{path} cannot be resumed from: {error}") from None
+        raise IncompleteCheckpoint(f"{path} cannot be resumed from: {error}") from None
     return found
 
 
-def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+def complete_checkpoints(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
     """Yield complete checkpoints, newest first; incomplete ones are left in place and noted."""
     for step in steps(root):
         try:
             found = verify(path_of(root, step))
-        except TornCheckpoint as error:
+        except IncompleteCheckpoint as error:
             note(f"the checkpoint of step {step} is incomplete and skipped: {error}")
         else:
             yield found
@@ -208,7 +210,7 @@ def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
     """Step and value of the first checkpoint with the highest value of this metric."""
     found = []
     for step in steps(root) if metric else ():
-        with suppress(TornCheckpoint):
+        with suppress(IncompleteCheckpoint):
             best = read(path_of(root, step)).best
             if best and best[0] == metric:
                 found.append((step, best[1]))

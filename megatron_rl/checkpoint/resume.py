@@ -99,12 +99,12 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
             yield key, was, now
 
 
-def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
+def newest_resumable(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest complete checkpoint; if the records have a gap (a full disk), the newest
     before it.
     """
     newest = None
-    for found in checkpoints.whole_ones(run / "checkpoints", note):
+    for found in checkpoints.complete_checkpoints(run / "checkpoints", note):
         missing = gap(run, found.step, found.said)
         if missing is None:
             return found

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
+from megatron_rl.checkpoint.checkpoints import POLICY, RANKS, SYNC, Checkpoint, IncompleteCheckpoint
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import CheckpointSection
@@ -188,7 +188,7 @@ class Saver:
             SafetensorError,
         ) as error:
             # its checksums are right, so that no older one was chosen
-            raise TornCheckpoint(
+            raise IncompleteCheckpoint(
                 f"{found.path} cannot be resumed from ({type(error).__name__}: {error}); move it "
                 "away to resume from an older one"
             ) from error

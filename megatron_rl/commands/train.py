@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
 from megatron_rl.config.reference import explain
 from megatron_rl.config.schema import Config, Device, Recompute
+from megatron_rl.logs import logger
 from megatron_rl.preflight.machine import own
 from megatron_rl.processes import job
 
@@ -116,15 +116,17 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     config, checked = _checked(config, found, here=ranks == "local")
     first = ranks == "local" or _rank(ranks) == 0
     for note in (*checked.notes, *_check_place(config)) if first else ():
-        print(f"note: {note}", file=sys.stderr)
+        logger("check").warning(note)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
-    from megatron_rl.supervision.attempts import keep_going
+    from megatron_rl.supervision.attempts import run_attempts
     from megatron_rl.supervision.launch import launch
     from megatron_rl.tracking.run_dir import RunDir
 
     if ranks == "local":
-        return keep_going(partial(launch, report=report), config, attempts, print)
+        return run_attempts(
+            partial(launch, report=report), config, attempts, logger("launcher").warning
+        )
     _ranks_of_starter(config, ranks)
     os.environ.update(job.rank_environment() if ranks == "slurm" else {})
     path = config.run.folder
@@ -133,7 +135,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
             run_rank(config, path)
         finally:
             if first and (said := report(RunDir(path))):
-                print(said, flush=True)
+                logger("report").info(said)
     return 0
 
 

@@ -35,14 +35,14 @@ class Findings(list[str]):
         return reduce(getattr, names, self._sections[section])
 
     def add(self, key: str, hint: str) -> None:
-        self.tell(key, self.value(key), hint)
+        self.add_value(key, self.value(key), hint)
 
-    def tell(self, path: str, value: object, hint: str) -> None:
+    def add_value(self, path: str, value: object, hint: str) -> None:
         self.append(f"{path} is {as_written(value)}: {hint}")
 
     def ordered(self, path: str, low: float | None, high: float | None) -> None:
         if low is not None and high is not None and low >= high:
-            self.tell(
+            self.add_value(
                 f"{path}.low", low, f"it must be below {path}.high, which is {as_written(high)}"
             )
 
@@ -123,7 +123,9 @@ def _check_params(found: Findings, config: LossConfig) -> None:
         low = config.params["cov_low"]
         high = config.params["cov_high"]
         if low >= high:
-            found.tell("loss.params.cov_low", low, f"it must be below cov_high, which is {high}")
+            found.add_value(
+                "loss.params.cov_low", low, f"it must be below cov_high, which is {high}"
+            )
     found += problems
 
 
@@ -173,16 +175,18 @@ def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: s
 
 def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
     if rule.level != Level.token and rule.reduce is None:
-        found.tell(f"{path}.reduce", None, f"a {rule.level} rule needs one of {', '.join(Reduce)}")
+        found.add_value(
+            f"{path}.reduce", None, f"a {rule.level} rule needs one of {', '.join(Reduce)}"
+        )
     if rule.level == Level.token and rule.reduce is not None:
-        found.tell(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out")
+        found.add_value(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out")
     if rule.budget is None and rule.low is None and rule.high is None:
-        found.tell(path, f"{as_written(rule.stat)} without bounds", "give low, high or budget")
+        found.add_value(path, f"{as_written(rule.stat)} without bounds", "give low, high or budget")
     if rule.stat == Stat.staleness:
         for key in ("when", "budget"):
             value = getattr(rule, key)
             if value is not None:
-                found.tell(f"{path}.{key}", value, "staleness has bounds alone; leave it out")
+                found.add_value(f"{path}.{key}", value, "staleness has bounds alone; leave it out")
     elif rule.budget is not None:
         _check_budget(found, rule, path)
     _check_bounds(found, rule, path)
@@ -192,10 +196,10 @@ def _check_budget(found: Findings, rule: RejectRule, path: str) -> None:
     for key in ("low", "high", "when"):
         value = getattr(rule, key)
         if value is not None:
-            found.tell(f"{path}.{key}", value, "a budget judges all tokens by its own bound")
+            found.add_value(f"{path}.{key}", value, "a budget judges all tokens by its own bound")
     floor = FLOOR.get(rule.stat, 0.0)
     if rule.budget is not None and rule.budget <= floor:
-        found.tell(f"{path}.budget", rule.budget, f"use a number above {floor:g}")
+        found.add_value(f"{path}.budget", rule.budget, f"use a number above {floor:g}")
 
 
 def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
@@ -204,11 +208,11 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
     floor = FLOOR.get(rule.stat, -math.inf)
     hint = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
     if rule.low is not None and rule.low < floor:
-        found.tell(f"{path}.low", rule.low, hint)
+        found.add_value(f"{path}.low", rule.low, hint)
     # a continuous statistic never equals its minimum; staleness does if the sampler is up to date
     empty = rule.high == floor and rule.stat != Stat.staleness
     if rule.high is not None and (rule.high < floor or empty):
-        found.tell(f"{path}.high", rule.high, hint)
+        found.add_value(f"{path}.high", rule.high, hint)
 
 
 def _check_without_prox(found: Findings, config: CorrectionConfig) -> None:
@@ -219,4 +223,6 @@ def _check_without_prox(found: Findings, config: CorrectionConfig) -> None:
             found.add(f"correction.{key}", f"{why} {off}")
     for place, rule in enumerate(config.reject):
         if rule.budget is not None:
-            found.tell(f"correction.reject[{place}].budget", rule.budget, f"{why} low and high")
+            found.add_value(
+                f"correction.reject[{place}].budget", rule.budget, f"{why} low and high"
+            )

@@ -90,14 +90,16 @@ def _file(path: str) -> str:
     return str(read_preset(preset).get("eval") or path)
 
 
-def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
+def max_response_tokens(rollout: RolloutSection, section: EvalSection) -> int:
     """Return the most response tokens in training or evaluation; engines reserve context for it."""
     return max(rollout.max_response_tokens, *evaluated_tokens(section))
 
 
 def longest_sequence(rollout: RolloutSection, section: EvalSection) -> int:
     """Return the largest number of tokens of a prompt with its response, or of a conversation."""
-    return max(rollout.context_tokens, rollout.max_prompt_tokens + longest_answer(rollout, section))
+    return max(
+        rollout.context_tokens, rollout.max_prompt_tokens + max_response_tokens(rollout, section)
+    )
 
 
 def evaluated_tokens(section: EvalSection) -> Sequence[int]:

@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.plain_yaml import presets, read_preset, read_yaml
+from megatron_rl.config.unknown import with_new_names
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
 # null in a cluster removes a key
@@ -58,7 +59,9 @@ def of_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
 
 
 def of_overrides(overrides: Sequence[str]) -> list[Layer]:
-    return [Layer(COMMAND_LINE, _override(word)) for word in overrides]
+    return [
+        Layer(COMMAND_LINE, with_new_names(_override(word), COMMAND_LINE)) for word in overrides
+    ]
 
 
 def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
@@ -74,7 +77,8 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
     below = [layer for base in bases for layer in _files(path.parent / base, (*seen, path))]
-    return [*below, Layer(os.path.relpath(path), loaded)]
+    where = os.path.relpath(path)
+    return [*below, Layer(where, with_new_names(loaded, where))]
 
 
 def naming(layers: Sequence[Layer]) -> Layer:

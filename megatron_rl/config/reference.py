@@ -53,7 +53,7 @@ class Entry:
         return re.fullmatch(pattern, name) is not None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Description of the key, with the choices that need an explanation."""
         chosen = [f"{name}: {text}" for name, text in self.choices.items() if text]
         return "; ".join(filter(None, (self.about, *chosen)))
@@ -140,7 +140,9 @@ def _explained(
             ),
             *rows,
         ]
-    return "\n".join([f"{name}: {entry.told}", *(f"  {label:<8} {text}" for label, text in rows)])
+    return "\n".join(
+        [f"{name}: {entry.description}", *(f"  {label:<8} {text}" for label, text in rows)]
+    )
 
 
 def _entry(name: str, key: Key, about: str) -> Entry:

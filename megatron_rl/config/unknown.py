@@ -6,8 +6,10 @@ import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from megatron_rl.logs import logger
 from megatron_rl.loss.table import LOSSES
 
 # similarity of two names, as in difflib
@@ -65,6 +67,9 @@ _LONG_AGO = {
     "log.project": "set the environment variable WANDB_PROJECT",
     "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
 }
+# keys renamed since the last release, with their new names: accepted with a warning; at the next
+# release they move to _RENAMED
+DEPRECATED: dict[str, str] = {}
 # renamed keys
 _RENAMED = {
     "rollout.ahead": "rollout.max_staleness",
@@ -274,6 +279,27 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
         if (word := config.get(section, {}).get(name)) in words:
             config[section][name] = words[word]
     return config
+
+
+def with_new_names(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Rename the deprecated keys of a file or the command line; log a warning for each."""
+    config = copy.deepcopy(dict(given))
+    for key, new in DEPRECATED.items():
+        value = _taken_out(config, key)
+        if value is ANY:
+            continue
+        _warn(f"{where}: {key} is now {new}; the next release refuses the old name")
+        *sections, name = new.split(".")
+        there = config
+        for section in sections:
+            there = there.setdefault(section, {})
+        there.setdefault(name, value)
+    return config
+
+
+@cache
+def _warn(text: str) -> None:
+    logger("config").warning(text)
 
 
 def _taken_out(config: dict[str, Any], key: str) -> Any:

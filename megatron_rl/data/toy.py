@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_whole, write_json, write_whole
+from megatron_rl.files import read_bounded, write_atomic, write_json
 
 PAD = "<pad>"
 END = "<end>"
@@ -128,12 +128,12 @@ def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _write(path: Path, text: str) -> None:
-    if path.exists() and read_whole(path) != text.encode():
+    if path.exists() and read_bounded(path) != text.encode():
         raise ConfigError(
             f"{path} is there already, with other content: remove it, or name another folder"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    write_atomic(path, text)
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_atomic(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     write_json(folder / "tokenizer_config.json", about)
 

@@ -1,7 +1,7 @@
 """Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, then
 swapped in.
 
-`Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and
+`SecondBuffer` is a copy of the live module tree: the same classes and settings, but parameters, kernels and
 packed weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live
 model is unchanged; `swap` then exchanges the two, which takes milliseconds. A failure before the
 swap leaves the live model intact.
@@ -56,7 +56,7 @@ def can_double(model: torch.nn.Module) -> bool:
     )
 
 
-class Twin:
+class SecondBuffer:
     """Copy of the weights, to be served next."""
 
     @torch.no_grad()

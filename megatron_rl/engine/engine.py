@@ -69,7 +69,7 @@ class Engine:
         ready = self.ready
         return {
             "policy_version": ready.policy_version,
-            "torn": ready.torn,
+            "incomplete": ready.incomplete,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
             # new weights are being built beside the live ones
@@ -101,7 +101,7 @@ class Engine:
 
     def resume(self) -> None:
         """Resume open samples."""
-        self.samples.stands = False
+        self.samples.paused = False
 
     def forget_version(self) -> None:
         """Forget the version of the loaded weights, so that an engine accepts any version of the
@@ -109,7 +109,7 @@ class Engine:
         """
         self._on_workers("abort_weight_update")
         self._on_workers("forget_version")
-        self.samples.stands = False
+        self.samples.paused = False
         self.ready = self.samples.ready = Readiness()
         self._reset_prefix_cache()
         self._stamp(self.ready.policy_version)
@@ -146,7 +146,7 @@ class Engine:
 
     def _kept_experts(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
         experts: list[list[np.ndarray | None]] = self.llm.collective_rpc(
-            "kept_choices", args=(wanted,)
+            "cached_choices", args=(wanted,)
         )
         return experts[0]
 
@@ -205,14 +205,14 @@ class Engine:
     def abort_weight_update(self) -> None:
         """Drop an update that other engines refused: the previous version stays live."""
         self._on_workers("abort_weight_update")
-        self.ready.abandon_update(torn=self._worker_states()[1])
-        self.samples.stands = False
+        self.ready.abandon_update(incomplete=self._worker_states()[1])
+        self.samples.paused = False
 
-    def finish_weight_update(self, stand: bool = False) -> dict[str, Any]:
+    def finish_weight_update(self, pause: bool = False) -> dict[str, Any]:
         """Load the update; open samples resume with the new weights, and their keys and values are
         recomputed.
 
-        `stand`: they resume only when `resume` is called, as no token may be of weights that
+        `pause`: they resume only when `resume` is called, as no token may be of weights that
         another engine could not load.
         """
         self.await_weight_update()
@@ -220,15 +220,15 @@ class Engine:
         self.samples.settle()
         with self._abandoned_on_failure():
             self._on_workers("finish_weight_update")
-        states, torn = self._worker_states()
-        if torn:
-            self.ready.abandon_update(torn=True)
+        states, incomplete = self._worker_states()
+        if incomplete:
+            self.ready.abandon_update(incomplete=True)
             raise RuntimeError(f"the engine's workers disagree after an update: {states}")
         version = states[0]["policy_version"]
         self._reset_prefix_cache()
         self._stamp(version)
         self.ready.complete_update(version)
-        self.samples.stands = stand
+        self.samples.paused = pause
         return max(states, key=lambda state: state["load_s"])
 
     def _reset_prefix_cache(self) -> None:
@@ -237,7 +237,7 @@ class Engine:
             reset = self.llm.reset_prefix_cache(reset_running_requests=len(self.samples) > 0)
         finally:
             if not reset:
-                self.ready.abandon_update(torn=True)
+                self.ready.abandon_update(incomplete=True)
         if not reset:
             raise RuntimeError(
                 "the engine's prefix cache could not be reset after an update, since blocks of it "
@@ -254,14 +254,14 @@ class Engine:
         except Exception:
             if abort:
                 self._on_workers("abort_weight_update")
-            self.ready.abandon_update(torn=self._worker_states()[1])
+            self.ready.abandon_update(incomplete=self._worker_states()[1])
             raise
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the state of each worker, and True if the weights are of no single version."""
         states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
         versions = {state["policy_version"] for state in states}
-        return states, len(versions) > 1 or any(state["torn"] for state in states)
+        return states, len(versions) > 1 or any(state["incomplete"] for state in states)
 
     def _on_workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker; raise the first failure."""
@@ -295,10 +295,10 @@ class Engine:
             self._check_awake()
 
     def _check_awake(self) -> None:
-        states, torn = self._worker_states()
+        states, incomplete = self._worker_states()
         lost = [state for state in states if not state["intact"]]
-        if torn or lost or states[0]["policy_version"] != self.ready.policy_version:
-            self.ready.torn = True
+        if incomplete or lost or states[0]["policy_version"] != self.ready.policy_version:
+            self.ready.incomplete = True
             raise RuntimeError(
                 "the engine woke with other versions or scales than policy version "
                 f"{self.ready.policy_version} had: {(lost or states)[0]}. Sync again"

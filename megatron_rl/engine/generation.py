@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_rl.engine.readiness import Readiness
 from megatron_rl.engine.tool_calls import ToolCallParser
+from megatron_rl.logs import logger
 from megatron_rl.types import Completion, FinishReason
 
 Replies = list[tuple[int, Any]]  # (sample number, exception or completion)
@@ -84,7 +85,7 @@ class Sample:
         """
         return len(self.wanted["tokens"]) + max(0, len(self._tokens) - 1)
 
-    def told_experts(self) -> np.ndarray | None:
+    def expert_choices(self) -> np.ndarray | None:
         if self._experts:
             return np.concatenate(self._experts)[: self.processed]
         return None
@@ -95,7 +96,7 @@ class Sample:
         """
         columns: dict[str, Any] = {"logprobs": self._logprobs}
         if self._candidates:
-            found = drawn_among(self._rows, np.asarray(self._tokens), self._candidates)
+            found = sampling_support(self._rows, np.asarray(self._tokens), self._candidates)
             columns = dict(zip(("kept_ids", "kept_counts", "logprobs"), found, strict=True))
         return Completion(
             token_ids=self._tokens,
@@ -123,7 +124,7 @@ class OpenSamples:
         """`kept`: reads the experts of requests' first tokens; None if they are not recorded."""
         self.ready = ready
         self.draining = False  # no new samples are started
-        self.stands = False  # open samples are paused until `resume`
+        self.paused = False  # open samples are paused until `resume`
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._engine = llm.llm_engine
         self._core = llm.llm_engine.engine_core
@@ -153,7 +154,7 @@ class OpenSamples:
         """True if a step would generate tokens: samples are open, and the weights are of one policy
         version.
         """
-        return bool(self._open) and not self.stands and self.ready.refusal() is None
+        return bool(self._open) and not self.paused and self.ready.refusal() is None
 
     def begin(
         self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any
@@ -163,7 +164,9 @@ class OpenSamples:
         if refusal and not patient:
             raise RuntimeError(refusal)
         if refusal or self.draining:
-            print(f"sample {number} waits: {refusal or 'modules are to be watched'}", flush=True)
+            logger("engine").info(
+                f"sample {number} waits: {refusal or 'modules are to be watched'}"
+            )
             self._held[number] = policy_version, wanted
         else:
             self._add(number, **wanted)
@@ -264,7 +267,7 @@ class OpenSamples:
         """
         if self._kept is not None and done:
             return self._kept([(one.request_id, sample.processed) for one, sample in done])
-        return [sample.told_experts() for _, sample in done]
+        return [sample.expert_choices() for _, sample in done]
 
     def _tool_calls(self, sample: Sample) -> dict[str, Any]:
         if not sample.tools:
@@ -302,7 +305,7 @@ class OpenSamples:
         return failed
 
 
-def drawn_among(
+def sampling_support(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the sampling support: candidates of each token, token after token; their number for

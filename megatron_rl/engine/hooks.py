@@ -1,6 +1,6 @@
 """Hooks on a live vLLM model that record modules' outputs by point (models/points.py), or routers'
 choices of experts, of one sequence; or, permanently, the experts of every token in a CPU engine's
-cache (`KeptChoices`).
+cache (`CachedChoices`).
 
 The first two are installed for one request and then removed. A compiled graph bypasses hooks, so
 that this needs an engine with enforce_eager, as on CPUs.
@@ -146,7 +146,7 @@ class RouterChoices:
         return found_SLK.numpy().tobytes()
 
 
-class KeptChoices:
+class CachedChoices:
     """Experts of every token in the cache of a CPU engine, by cache slot.
 
     Requests with a cached prefix, in chunks, or resumed after an update find each token's latest

@@ -76,10 +76,10 @@ class Stage(Body):
 
 
 class Finish(Body):
-    stand: bool = False  # open samples are paused until `resume`
+    pause: bool = False  # open samples are paused until `resume`
 
 
-class Nothing(Body):
+class EmptyBody(Body):
     pass
 
 
@@ -94,17 +94,17 @@ class Wake(Body):
 REQUESTS: dict[str, type[Body]] = {
     "generate": Generate,
     "cancel": Cancel,
-    "status": Nothing,
+    "status": EmptyBody,
     "sleep": Sleep,
     "wake": Wake,
     "init_weight_transfer_engine": Init,
-    "start_weight_update": Nothing,
+    "start_weight_update": EmptyBody,
     "update_weights": Stage,
-    "await_weight_update": Nothing,
+    "await_weight_update": EmptyBody,
     "finish_weight_update": Finish,
-    "resume": Nothing,
-    "abort_weight_update": Nothing,
-    "forget_version": Nothing,
+    "resume": EmptyBody,
+    "abort_weight_update": EmptyBody,
+    "forget_version": EmptyBody,
 }
 
 
@@ -125,7 +125,7 @@ _TENSOR = _form(name=Name, dtype=Dtype, shape=Shape)
 # arguments of a server before the first update and in each update, by transport (`ipc` reaches no
 # server); with `nccl` also the messages around tensors, by their key. Nothing of it is unpickled
 INITS: dict[str, Any] = {
-    "file": Nothing,
+    "file": EmptyBody,
     "nccl": _form(
         master_address=Name,
         master_port=Few,
@@ -207,12 +207,12 @@ def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> 
     try:
         body = msgspec.msgpack.decode(frame.arguments, type=form)
         if isinstance(body, Stage):
-            form = TENSORS.get(transport, Nothing)
+            form = TENSORS.get(transport, EmptyBody)
             if transport == "nccl":
                 form = AROUND.get(next(iter(body.update_info), ""), form)
             msgspec.convert(body.update_info, form)
         elif isinstance(body, Init):
-            msgspec.convert(body.init_info, INITS.get(transport, Nothing))
+            msgspec.convert(body.init_info, INITS.get(transport, EmptyBody))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Refused(
             f"{frame.method}: {error}; this engine takes sync.transport={transport}"

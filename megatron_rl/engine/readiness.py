@@ -31,7 +31,7 @@ class SyncState:
     """
 
     policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
-    torn: bool  # loading failed in the middle: the weights are of no version
+    incomplete: bool  # loading failed in the middle: the weights are of no version
     verify_s: float
     load_s: float  # seconds to make the new weights live: a swap, or loading in place
     nbytes: int
@@ -44,7 +44,7 @@ NOTHING_LOADED = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
 @dataclass
 class Readiness:
     policy_version: int = NO_VERSION
-    torn: bool = False  # an update stopped in the middle: the weights are of no version
+    incomplete: bool = False  # an update stopped in the middle: the weights are of no version
     updating: bool = False
     beside: bool = False  # the update is double-buffered: the current weights are still served
     discarded: bool = False  # weights were dropped in sleep, and no sync has completed since
@@ -56,7 +56,7 @@ class Readiness:
         """
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"
-        if self.torn:
+        if self.incomplete:
             return (
                 "the last weight update stopped half-way: the weights are of no version. Sync again"
             )
@@ -82,15 +82,15 @@ class Readiness:
         self.updating = True
         self.beside = False
 
-    def abandon_update(self, torn: bool) -> None:
+    def abandon_update(self, incomplete: bool) -> None:
         """End the update; the previous version is served again, unless its weights have been
         overwritten.
         """
         self.updating = False
-        self.torn = torn
+        self.incomplete = incomplete
 
     def complete_update(self, version: int) -> None:
-        self.updating = self.torn = self.discarded = False
+        self.updating = self.incomplete = self.discarded = False
         self.policy_version = version
 
     def fall_asleep(self, level: int) -> None:

@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import cpu_kernels, double_buffer, expectation, reload
-from megatron_rl.engine.hooks import KeptChoices, ModuleOutputs, RouterChoices
+from megatron_rl.engine.hooks import CachedChoices, ModuleOutputs, RouterChoices
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
@@ -175,7 +175,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         try:
             ready.make_live()
         except BaseException:
-            self.state = replace(self.state, torn=True)
+            self.state = replace(self.state, incomplete=True)
             raise
         load_s = time.perf_counter() - start
         self.state = SyncState(
@@ -187,7 +187,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         callable.
         """
         if self._doubles:
-            return double_buffer.Twin(self.model, tensors).swap
+            return double_buffer.SecondBuffer(self.model, tensors).swap
         return partial(reload.load, self.model, self.model_config, self.device, tensors.items())
 
     def abort(self) -> None:
@@ -204,7 +204,7 @@ class WorkerExtension:
     _weight_update_active: bool
     _watch: ModuleOutputs
     _routes: RouterChoices
-    _choices: KeptChoices
+    _choices: CachedChoices
     model_runner: Any
     rank: int
 
@@ -255,7 +255,7 @@ class WorkerExtension:
     def watch_activations(self) -> None:
         self._watch = ModuleOutputs(self.weight_transfer_engine.model)
 
-    def seen_activations(self) -> bytes:
+    def activation_stats(self) -> bytes:
         """Return the values recorded since `watch_activations`, and remove its hooks."""
         return self._watch.end()
 
@@ -263,9 +263,9 @@ class WorkerExtension:
         self._routes = RouterChoices(self.weight_transfer_engine.model)
 
     def keep_choices(self, layers: int, experts: int) -> None:
-        self._choices = KeptChoices(self.model_runner, layers, experts)
+        self._choices = CachedChoices(self.model_runner, layers, experts)
 
-    def kept_choices(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
+    def cached_choices(self, wanted: list[tuple[str, int]]) -> list[np.ndarray | None]:
         """Return the experts of each request's first tokens, on the first rank (all ranks route
         alike).
         """
@@ -273,7 +273,7 @@ class WorkerExtension:
             return [self._choices.of(name, tokens) for name, tokens in wanted]
         return []
 
-    def seen_routes(self, tokens: int, layers: int) -> bytes:
+    def router_stats(self, tokens: int, layers: int) -> bytes:
         """Return the choices recorded since `watch_routes`, and remove its hooks."""
         return self._routes.end(tokens, layers)
 

@@ -5,7 +5,7 @@ An ASGI middleware requires the key before anything else: a client of the engine
 weights. The key comes from the environment, which other users of the machine cannot read.
 
 Uvicorn waits indefinitely for a request's header: connections without the key are limited
-(processes/strangers.py).
+(processes/unauthenticated.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_rl.processes.strangers import STRANGER_S, Strangers
+from megatron_rl.processes.unauthenticated import UNAUTHENTICATED_S, UnauthenticatedConnections
 
 VARIABLE = "VLLM_API_KEY"
 HEADER_BYTES = 64 << 10
@@ -73,7 +73,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-_strangers = Strangers()
+_unauthenticated = UnauthenticatedConnections()
 
 
 class Connection(HttpToolsProtocol):
@@ -81,10 +81,10 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         # bytes so far; None between a header and the end of its request
         self._header_bytes: int | None = 0
-        _strangers.add(transport, STRANGER_S)
+        _unauthenticated.add(transport, UNAUTHENTICATED_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        _strangers.forget(self.transport)
+        _unauthenticated.forget(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -92,7 +92,7 @@ class Connection(HttpToolsProtocol):
             self._header_bytes += len(data)
         super().data_received(data)
         if (self._header_bytes or 0) > HEADER_BYTES:
-            _strangers.cut(self.transport)
+            _unauthenticated.cut(self.transport)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -101,5 +101,5 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = None
         if Key.of_environment().shown_in(self.headers):
-            _strangers.forget(self.transport)
+            _unauthenticated.forget(self.transport)
         super().on_headers_complete()

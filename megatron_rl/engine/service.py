@@ -105,13 +105,13 @@ class Service:
 
     def _cancel(self, engine: Engine, line: Line, wanted: set[int] | None) -> None:
         """Cancel requests of a line. `wanted`: by the line's own numbers; None: all."""
-        given_up = [
+        cancelled = [
             number
             for number, (of, theirs) in self._open.items()
             if of is line and (wanted is None or theirs in wanted)
         ]
-        engine.samples.cancel(given_up)
-        for number in given_up:
+        engine.samples.cancel(cancelled)
+        for number in cancelled:
             del self._open[number]
 
     def _reply(self, line: Line, number: int, value: Any) -> None:

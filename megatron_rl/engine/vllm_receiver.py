@@ -153,7 +153,7 @@ class Checked:
         inbox.require_sealed()
         started = time.perf_counter()
         before = self.state
-        self.state = replace(before, torn=True)
+        self.state = replace(before, incomplete=True)
         reload.load(self.model, self.model_config, self.device, inbox.staged.items())
         loaded = time.perf_counter() - started
         self.state = SyncState(

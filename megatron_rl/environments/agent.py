@@ -21,8 +21,12 @@ from aiohttp.http import HttpProcessingError
 from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
 from megatron_rl.environments.conversation import Turn
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, PolicyClient, TemplateRefuses
-from megatron_rl.processes.strangers import STRANGER_S, Strangers, descriptors
+from megatron_rl.environments.session import ContextFull, PolicyClient, TemplateError
+from megatron_rl.processes.unauthenticated import (
+    UNAUTHENTICATED_S,
+    UnauthenticatedConnections,
+    descriptors,
+)
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import SessionTurn
 
@@ -31,7 +35,7 @@ BESIDE = 64 << 10  # bytes of a request's other fields
 BODY_S = 60.0  # timeout of a request's body
 IDLE_S = 75.0  # of a connection between two requests; OpenAI's clients close it earlier
 STOP_S = 2.0  # for a client that is still sending a refused request
-STRANGERS = Strangers()
+UNAUTHENTICATED = UnauthenticatedConnections()
 TOGETHER = 16  # connections accepted at once: agents open many together
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -62,10 +66,10 @@ class Connection(web.RequestHandler):
         assert self.transport is not None
         # no user-space buffer: written data is with the kernel
         self.transport.set_write_buffer_limits(0)
-        STRANGERS.add(self.transport, STRANGER_S)
+        UNAUTHENTICATED.add(self.transport, UNAUTHENTICATED_S)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        STRANGERS.forget(self.transport)
+        UNAUTHENTICATED.forget(self.transport)
         # the connection was reset, as by a client that closes with unread data
         if exc is not None and self.unread is not None:
             self.unread()
@@ -161,7 +165,7 @@ class Gateway:
             raise Refused(
                 401, "this address wants the key of its session, which OPENAI_API_KEY has"
             )
-        STRANGERS.forget(request.transport)
+        UNAUTHENTICATED.forget(request.transport)
         assert isinstance(request.protocol, Connection)
         request.protocol.unread = None
         if len(self._server.connections) > (most := descriptors() // 2):
@@ -200,7 +204,7 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
     except ContextFull as full:
         transcript.end = "length"
         raise Refused(400, str(full), code="context_length_exceeded", field="messages") from None
-    except TemplateRefuses as error:
+    except TemplateError as error:
         raise Refused(400, str(error), field="messages") from None
     except SamplerError as error:
         opened.failure = error
@@ -213,26 +217,26 @@ async def _completed(
     """Send the policy's response; ConnectionError if the client had disconnected."""
     transcript = opened.policy.transcript
     connection = request.protocol
-    async with opened.policy.answering(**asked) as answered:
+    async with opened.policy.turn_response(**asked) as response:
         if transcript.end != "turns":
             transcript.end = "done"  # clears an earlier "length" end
         turns = transcript.turns
-        place = answered.number
+        place = response.number
         # other requests are still open
         turns.extend([SessionTurn(finish_reason="abort")] * (place + 1 - len(turns)))
         turns[place] = SessionTurn(
-            tokens=len(answered.completion.token_ids),
-            finish_reason=answered.completion.finish_reason,
-            tool_calls=len(answered.message.get("tool_calls", [])),
+            tokens=len(response.completion.token_ids),
+            finish_reason=response.completion.finish_reason,
+            tool_calls=len(response.message.get("tool_calls", [])),
         )
-        response = web.json_response(completion(answered))
-        await response.prepare(request)
-        await response.write_eof()  # prepare and this raise it, too
+        reply = web.json_response(completion(response))
+        await reply.prepare(request)
+        await reply.write_eof()  # prepare and this raise it, too
         if request.transport is None:
             raise ConnectionResetError
     assert isinstance(connection, Connection)
     connection.unread = partial(opened.unread, transcript.conversation.turns[place])
-    return response
+    return reply
 
 
 async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:

@@ -96,7 +96,7 @@ class ChatRequest(msgspec.Struct):
 
 
 def chat_request(body: bytes) -> dict[str, Any]:
-    """Return the arguments of PolicyClient.answering; Refused names the invalid field of the
+    """Return the arguments of PolicyClient.turn_response; Refused names the invalid field of the
     request.
     """
     try:
@@ -126,11 +126,11 @@ def chat_request(body: bytes) -> dict[str, Any]:
     }
 
 
-def completion(answered: PolicyResponse) -> dict[str, Any]:
+def completion(response: PolicyResponse) -> dict[str, Any]:
     """Return the reply with a response."""
-    message = dict(answered.message)
-    count = len(answered.completion.token_ids)
-    reason: str = answered.completion.finish_reason
+    message = dict(response.message)
+    count = len(response.completion.token_ids)
+    reason: str = response.completion.finish_reason
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
         reason = "tool_calls" if reason == "stop" else reason
@@ -138,7 +138,7 @@ def completion(answered: PolicyResponse) -> dict[str, Any]:
         "index": 0,
         "message": message,
         "finish_reason": reason,
-        "stop_reason": answered.stop,
+        "stop_reason": response.stop,
         "logprobs": None,
     }
     return {
@@ -148,9 +148,9 @@ def completion(answered: PolicyResponse) -> dict[str, Any]:
         "model": MODEL,
         "choices": [choice],
         "usage": {
-            "prompt_tokens": answered.asked,
+            "prompt_tokens": response.asked,
             "completion_tokens": count,
-            "total_tokens": answered.asked + count,
+            "total_tokens": response.asked + count,
         },
     }
 

@@ -85,7 +85,7 @@ class ContextFull(Exception):
     """The conversation has reached its token limit."""
 
 
-class TemplateRefuses(Exception):
+class TemplateError(Exception):
     """The chat template refuses the conversation."""
 
 
@@ -112,12 +112,12 @@ class PolicyClient:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> PolicyResponse:
-        """The policy's response. Raises ContextFull if it has no space, or TemplateRefuses."""
-        async with self.answering(messages, tools) as answered:
-            return answered
+        """The policy's response. Raises ContextFull if it has no space, or TemplateError."""
+        async with self.turn_response(messages, tools) as response:
+            return response
 
     @asynccontextmanager
-    async def answering(
+    async def turn_response(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any],
@@ -149,16 +149,16 @@ class PolicyClient:
         }
         try:
             completion = await self._engines.ask(tokens, **asked)
-            answered = await self.apart(
+            response = await self.apart(
                 partial(self._answered, turn, len(tokens), completion, stops, most_calls)
             )
-            turn.sampled = answered.completion
-            yield answered
+            turn.sampled = response.completion
+            yield response
         except BaseException:
             self.unread(turn)
             raise
         transcript.format = completion.format
-        transcript.answer = answered.text
+        transcript.answer = response.text
 
     def unread(self, turn: Turn) -> None:
         """Forget a response that was never read; one that a later turn extends was read."""
@@ -192,7 +192,7 @@ class PolicyClient:
         try:
             turn = conversation.request(messages, tools)
         except Exception as error:  # exceptions of jinja
-            raise TemplateRefuses(
+            raise TemplateError(
                 f"the chat template does not take these messages: {str(error)[:300]}"
             ) from error
         tokens = turn.tokens
@@ -286,20 +286,20 @@ class EnvironmentSession:
         await self.begin(row)
         for _ in range(self._rules.section.max_turns):
             try:
-                answered = await self.answer()
+                response = await self.answer()
             except ContextFull:
                 transcript.end = "length"
                 break
-            except TemplateRefuses as refused:
+            except TemplateError as refused:
                 if not transcript.turns:
                     raise EnvironmentFailed(str(refused)) from None
                 transcript.end = (
                     "refused"  # such as parallel calls, if the template supports only one
                 )
                 break
-            step, more = await self._follow(answered)
+            step, more = await self._follow(response)
             transcript.turns.append(step)
-            cut = answered.completion.finish_reason == "length"
+            cut = response.completion.finish_reason == "length"
             if cut or more is None:
                 transcript.end = "length" if cut else "done"
                 break
@@ -332,9 +332,9 @@ class EnvironmentSession:
             self._rules.context_tokens, 4096
         ):
             raise ContextFull
-        answered = await self._policy.answer(self.messages, self._tools)
-        self.messages.append(answered.message)
-        return answered
+        response = await self._policy.answer(self.messages, self._tools)
+        self.messages.append(response.message)
+        return response
 
     def add(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Add messages to the conversation; return them as the policy will read them."""
@@ -342,40 +342,40 @@ class EnvironmentSession:
         self.messages += added
         return added
 
-    async def called(self, answered: PolicyResponse) -> list[dict[str, Any]]:
+    async def called(self, response: PolicyResponse) -> list[dict[str, Any]]:
         """Make the calls of a response; return the tool messages, empty if there are no calls."""
-        message, content = answered.message, answered.message["content"]
+        message, content = response.message, response.message["content"]
         if not self._tools:
             return []
         if calls := message.get("tool_calls"):
             return [await self._called(place, call) for place, call in enumerate(calls)]
         begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser, ()))
         # a malformed call, which the parser has left in the text
-        if begun and answered.completion.finish_reason != "length":
+        if begun and response.completion.finish_reason != "length":
             self._policy.transcript.counts["calls_unread"] += 1
             return [{"role": "tool", "content": "error: the tool call could not be read"}]
         return []
 
     async def _follow(
-        self, answered: PolicyResponse
+        self, response: PolicyResponse
     ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
         """Record the turn and return the messages to add; None if the session is over."""
         transcript = self._policy.transcript
-        completion = answered.completion
+        completion = response.completion
         begun = time.perf_counter()
         about: dict[str, Any] = {
             "tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
         }
-        if more := await self.called(answered):
-            calls = len(answered.message.get("tool_calls", []))
+        if more := await self.called(response):
+            calls = len(response.message.get("tool_calls", []))
             return SessionTurn(
                 tool_calls=calls, tool_seconds=time.perf_counter() - begun, **about
             ), more
         answer = {
             "text": transcript.answer,
-            "content": answered.message["content"],
-            "turn": answered.number,
+            "content": response.message["content"],
+            "turn": response.number,
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),
         }

@@ -34,7 +34,7 @@ from megatron_rl.environments.session import EnvironmentSession, PolicyClient, R
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.generation import GenerationHandle, answered
+from megatron_rl.sampler.generation import GenerationHandle, collect_rollouts
 from megatron_rl.sampler.sampler import Sampler, request_seed
 from megatron_rl.types import NOTHING, Prompt, Rollout, SamplingParams, Session
 
@@ -93,9 +93,9 @@ class Sessions:
         """Return rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its
         index.
         """
-        return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
+        return collect_rollouts(self.stream(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(
+    def stream(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> GenerationHandle:
         rules = self.rules(params.max_tokens)

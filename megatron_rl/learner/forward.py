@@ -242,7 +242,7 @@ class ForwardPasses(Policy):
             for mine, values_N in zip(packs, values, strict=True):
                 rows = torch.tensor(mine.rows, dtype=torch.int64)
                 found_N[places_of(share.batch.response_lengths_B, rows)] = values_N.cpu()
-        return self.plane.tell(found_N, share)
+        return self.plane.share_values(found_N, share)
 
     # what passes show
 

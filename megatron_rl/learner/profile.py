@@ -86,7 +86,7 @@ class Profiler:
         except OSError as error:  # the run continues
             said = f"no trace in {folder}: {error.strerror or error}"
         if self._passes == 1:
-            self._note(f"profile  step {self._step}: {said}")
+            self._note(f"profile of step {self._step}: {said}")
 
 
 @contextmanager

@@ -176,7 +176,7 @@ class DataPlane:
             start = end
         return got
 
-    def tell(self, values_N: Tensor | None, share: Share) -> Tensor:
+    def share_values(self, values_N: Tensor | None, share: Share) -> Tensor:
         """FP32 values of the replica's response tokens on all of its ranks: its speaker's."""
         members = self._members[self._replica]
         if values_N is None:

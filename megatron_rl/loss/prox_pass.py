@@ -16,7 +16,7 @@ from megatron_rl.loss.table import LOSSES
 DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 
-def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
+def whole_batch_terms(correction: CorrectionConfig) -> Iterator[str]:
     """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs
     of others' rows.
     """
@@ -39,7 +39,7 @@ def prox_readers(
     """Yield keys that require a separate pass with `anchor: prox`; none: the update's forward pass
     suffices.
     """
-    found = list(of_the_whole_batch(correction))
+    found = list(whole_batch_terms(correction))
     if learner.n_minibatches > 1:
         found.append("learner.n_minibatches")
     if LOSSES[loss.name].selects:

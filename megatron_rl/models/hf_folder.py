@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megatron_rl.files import replacing, write_whole
+from megatron_rl.files import replacing, write_atomic
 from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
@@ -186,7 +186,7 @@ def write_folder(
             for spec in specs:
                 writer.add(spec.name, tensors[spec.name])
     if (index := index_of(files)) is not None:
-        write_whole(path / INDEX, json.dumps(index, indent=2) + "\n")
+        write_atomic(path / INDEX, json.dumps(index, indent=2) + "\n")
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
 
 

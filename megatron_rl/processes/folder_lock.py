@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from socket import gethostname
 
-from megatron_rl.files import read_whole
+from megatron_rl.files import read_bounded
 
 LOCK = "owner.lock"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -77,7 +77,7 @@ def sign(lock: FileIO) -> None:
 def holder(folder: Path) -> tuple[int, str] | None:
     """Return process and host of the signature; None if there is none, or it is unreadable."""
     try:
-        _, host, pid = read_whole(folder / LOCK).decode().split()
+        _, host, pid = read_bounded(folder / LOCK).decode().split()
         return int(pid), host
     except (OSError, ValueError):
         return None

@@ -29,7 +29,7 @@ def seconds_left() -> float | None:
     return None
 
 
-def goes_on() -> bool:
+def is_running() -> bool:
     """True if the job continues: Slurm sends SIGTERM when a job is to end, and also when another of
     its tasks has failed.
     """

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 import psutil
 
+from megatron_rl.logs import configure
 from megatron_rl.processes.interrupts import INTERRUPTED, leave_at_once
 
 PR_SET_PDEATHSIG = 1
@@ -350,6 +351,7 @@ def status_of(main: Callable[[], int]) -> int:
 
 
 def run_script(main: Callable[[], int]) -> NoReturn:
+    configure(sys.stderr)
     status = status_of(main)
     leave_at_once()
     sys.exit(status)

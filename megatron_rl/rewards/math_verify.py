@@ -20,7 +20,7 @@ _TRUTH = (LatexExtractionConfig(),)
 _RESPONSE = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
-class NoTruth(ValueError):
+class UnreadableReference(ValueError):
     """The row's answer is nothing that the library can read."""
 
 
@@ -28,7 +28,7 @@ class NoTruth(ValueError):
 def _truth(answer: str) -> list[Any]:
     found = _parsed("\\boxed{" + answer + "}", _TRUTH)
     if not found:
-        raise NoTruth(f"math-verify reads nothing in the row's answer {answer[:80]!r}")
+        raise UnreadableReference(f"math-verify reads nothing in the row's answer {answer[:80]!r}")
     return found
 
 

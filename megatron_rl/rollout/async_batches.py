@@ -59,13 +59,13 @@ class Gate:
     def __init__(self, answers: ResponseSource, rollout: RolloutSection) -> None:
         self.changed = threading.Condition()
         self.stopped = False
-        self._answers = answers
+        self._source = answers
         self._closes = rollout.in_flight is InFlight.drain
         self._open = 0
         self._closed = False
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream:
-        return _Gated(self, self._answers.answering(params, seed=seed, step=step))
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream:
+        return _Gated(self, self._source.stream(params, seed=seed, step=step))
 
     @contextmanager
     def closed(self) -> Iterator[None]:

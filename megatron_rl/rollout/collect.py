@@ -71,7 +71,7 @@ class GroupStream(Protocol):
 class ResponseSource(Protocol):
     """Interface of a Sampler that collection uses."""
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream: ...
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> GroupStream: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Collector:
         seed: int,
     ) -> None:
         self._config = config
-        self._answers = answers
+        self._source = answers
         self._scorer = scorer
         self._rebaseline = rebaseline
         self._seed = seed
@@ -126,19 +126,17 @@ class Collector:
         # of the rounds so far, and the position where the prompts of the next one begin
         rounds = 1
         end = first + wanted
-        with closing(
-            self._answers.answering(self._params, seed=self._seed, step=step)
-        ) as answering:
-            self._ask(answering, wanted)
+        with closing(self._source.stream(self._params, seed=self._seed, step=step)) as stream:
+            self._ask(stream, wanted)
             begun = until = time.perf_counter()
-            while finished := answering.finished():
+            while finished := stream.finished():
                 until = time.perf_counter()
                 groups = self._scored(finished, spans)
                 drawn |= groups
                 learnable |= {number for number, group in groups.items() if self._learnable(group)}
                 while rounds < self._config.max_gen_batches:
                     asked_for = self._least_refill(first, end, drawn, learnable)
-                    self._ask(answering, end + asked_for - self.next_group)
+                    self._ask(stream, end + asked_for - self.next_group)
                     if not asked_for or any(number not in drawn for number in range(first, end)):
                         break
                     rounds = rounds + 1
@@ -152,10 +150,10 @@ class Collector:
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
-    def _ask(self, answering: GroupStream, count: int) -> None:
+    def _ask(self, stream: GroupStream, count: int) -> None:
         if count > 0:
             first = self.next_group
-            answering.add(self._order.take(count), first)
+            stream.add(self._order.take(count), first)
 
     def _scored(self, groups: Sequence[Sequence[Rollout]], spans: list[Span]) -> dict[int, Group]:
         begun = time.perf_counter()
@@ -419,7 +417,7 @@ class DatasetResponses:
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
         def answers(prompts: Sequence[Prompt], first: int) -> list[Rollout]:
             return [
                 self._answer(one, params, group, step) for group, one in enumerate(prompts, first)

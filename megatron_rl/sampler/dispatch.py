@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.processes.threads import cancel_all, tracked
-from megatron_rl.sampler.client.interface import EngineGone, RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import EngineUnavailable, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica, State
 from megatron_rl.types import Completion, Prompt, Rollout, SamplingParams, written
 
@@ -123,7 +123,7 @@ class Dispatcher:
         """React to an engine that came back, was abandoned, was updated, or has room: give it
         waiting requests, or fail them if no engine is left or none came in time.
         """
-        late = self._patience_left() <= 0 or all(one.given_up for one in self._replicas)
+        late = self._patience_left() <= 0 or all(one.failed for one in self._replicas)
         if late and self._waiting and self._failure is None:
             self._failure = NoServerLeft(self._replicas, self._served[-1], self._patience_s)
         while self._waiting:
@@ -158,10 +158,10 @@ class Dispatcher:
                     await asyncio.sleep(POLL_S)
                 if others := self._others(completions, since):
                     allowed = " or ".join(map(str, self._served[since:]))
-                    raise EngineGone(
+                    raise EngineUnavailable(
                         f"{replica.name} returned policy version {min(others)}, not {allowed}"
                     )
-            except EngineGone as error:
+            except EngineUnavailable as error:
                 reason = str(error)
                 self._on_gone(replica, reason)
             except RequestRefused as error:

@@ -94,14 +94,14 @@ class GenerationHandle:
             self._found.put(error)
 
 
-def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
+def collect_rollouts(stream: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
     """Return the rollouts of all prompts, group by group, from a GenerationHandle, which is closed
     at the end.
     """
     groups: list[list[Rollout]] = []
-    with closing(answering):
-        answering.add(prompts, first_group)
-        while more := answering.finished():
+    with closing(stream):
+        stream.add(prompts, first_group)
+        while more := stream.finished():
             groups += more
     groups.sort(key=lambda group: group[0].group)
     return [rollout for group in groups for rollout in group]

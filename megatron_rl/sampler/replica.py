@@ -12,7 +12,13 @@ from megatron_rl.config.schema import Format
 from megatron_rl.processes.health import EngineHealth
 from megatron_rl.processes.threads import tracked
 from megatron_rl.sampler.client.engine_process import EngineProcess
-from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError, read_health
+from megatron_rl.sampler.client.interface import (
+    Engine,
+    EngineTimeout,
+    Look,
+    SamplerError,
+    read_health,
+)
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 
@@ -21,15 +27,15 @@ class State(Enum):
     behind = "is up, without the current weights"
     ready = "takes prompts"
     updating = "accepts no prompts: new weights are being loaded"
-    given_up = "is not restarted again"
+    failed = "is not restarted again"
 
 
 NEXT: dict[State, frozenset[State]] = {
-    State.down: frozenset({State.behind, State.given_up}),
+    State.down: frozenset({State.behind, State.failed}),
     State.behind: frozenset({State.ready, State.down}),
     State.ready: frozenset({State.updating, State.down}),
     State.updating: frozenset({State.ready, State.down}),
-    State.given_up: frozenset(),
+    State.failed: frozenset(),
 }
 
 
@@ -64,8 +70,8 @@ class Replica:
         return self.state in (State.ready, State.updating)
 
     @property
-    def given_up(self) -> bool:
-        return self.state is State.given_up
+    def failed(self) -> bool:
+        return self.state is State.failed
 
     def come_up(self) -> None:
         """Mark the engine as up: updates include it from now on."""
@@ -90,14 +96,14 @@ class Replica:
         """Mark the engine as unavailable and cancel its requests, for others to take over."""
         if self.up:
             self._become(State.down)
-        if not self.given_up:
+        if not self.failed:
             self.reason = reason
         self.version = NO_VERSION
         for task in self.running - {asyncio.current_task()}:
             task.cancel()
 
     def give_up(self, reason: str) -> None:
-        self._become(State.given_up)
+        self._become(State.failed)
         self.reason = reason
 
     def _become(self, state: State) -> None:
@@ -106,8 +112,8 @@ class Replica:
         self.state = state
 
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
-        """Wait for a reply; NoAnswer if its supervisor marks it down meanwhile."""
-        return await tracked(asked, self.running, lambda: NoAnswer(self.reason))
+        """Wait for a reply; EngineTimeout if its supervisor marks it down meanwhile."""
+        return await tracked(asked, self.running, lambda: EngineTimeout(self.reason))
 
     async def look(self) -> Look:
         """Check whether the engine replies, or at least makes progress."""

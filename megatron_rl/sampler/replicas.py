@@ -13,7 +13,7 @@ from megatron_rl.processes.process import share_of_cores
 from megatron_rl.processes.threads import cancel_all
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import ProcessSettings
-from megatron_rl.sampler.client.interface import EngineGone, Kind
+from megatron_rl.sampler.client.interface import EngineUnavailable, Kind
 from megatron_rl.sampler.client.lines import PortLine
 from megatron_rl.sampler.dispatch import Dispatcher, Meter
 from megatron_rl.sampler.engine_settings import (
@@ -112,7 +112,7 @@ class Replicas:
                 return await first.wait_for(
                     first.engine.values(kind, sequences, self._state.version)
                 )
-            except EngineGone as error:
+            except EngineUnavailable as error:
                 self._state.mark_down(first, str(error))
 
     async def health(self) -> dict[str, Any]:
@@ -122,9 +122,9 @@ class Replicas:
                 lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all)
             )
             engines = [await self._about(one) for one in self.all]
-            if up := [one for one in engines if "torn" in one]:
+            if up := [one for one in engines if "incomplete" in one]:
                 return {
-                    **next((one for one in up if one["torn"] or one["refusal"]), up[0]),
+                    **next((one for one in up if one["incomplete"] or one["refusal"]), up[0]),
                     "engines": engines,
                 }
 
@@ -133,7 +133,7 @@ class Replicas:
         if one.up:
             try:
                 status = await one.wait_for(one.engine.status())
-            except EngineGone as error:
+            except EngineUnavailable as error:
                 self._state.mark_down(one, str(error))
         return {
             **status,

@@ -37,7 +37,7 @@ from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import Dispatcher, Meter, Request
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
-from megatron_rl.sampler.generation import GenerationHandle, answered
+from megatron_rl.sampler.generation import GenerationHandle, collect_rollouts
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
@@ -140,9 +140,9 @@ class Sampler:
         """
         if not prompts:
             return []
-        return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
+        return collect_rollouts(self.stream(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(
+    def stream(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> GenerationHandle:
         """Generate responses to prompts, group by group. `patient`: see Engine.generate."""

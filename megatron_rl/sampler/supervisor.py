@@ -17,7 +17,7 @@ from megatron_rl.processes.health import EngineHealth
 from megatron_rl.processes.heartbeat import own
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import END_GRACE_S, EngineProcess, ProcessSettings
-from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.client.interface import EngineUnavailable, SamplerError, UpdateStep
 from megatron_rl.sampler.client.lines import ENDED, PortLine, SocketLine
 from megatron_rl.sampler.dispatch import Dispatcher
 from megatron_rl.sampler.replica import Replica
@@ -69,7 +69,7 @@ class SamplerState:
             info["rank_offset"] += replica.workers_before
         return {"init_info": info}
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Notify dispatchers that an engine came back, was abandoned, or was updated."""
         for dispatcher in self.dispatchers:
             dispatcher.notify()
@@ -79,7 +79,7 @@ class SamplerState:
         if replica.ready:
             self.note(f"{replica.name} is unavailable: {reason}")
         replica.mark_down(reason)
-        self.tell()
+        self.publish()
 
 
 class Supervisor:
@@ -139,8 +139,8 @@ class Supervisor:
                 )
             else:
                 await self._watch()
-            if replica.given_up:
-                self._state.tell()
+            if replica.failed:
+                self._state.publish()
                 return
 
     async def close(self, shut: bool = False) -> None:
@@ -170,10 +170,10 @@ class Supervisor:
             await asyncio.to_thread(replica.process.note_shared_memory)
         elif self._start is None:
             await self._connect()
-        await self._unless_gone(self._make_current())
+        await self._unless_down(self._make_current())
         if again:
             state.note(f"{replica.name} is back with policy version {replica.version}")
-        state.tell()
+        state.publish()
 
     async def _connect(self) -> None:
         replica = self.replica
@@ -182,14 +182,14 @@ class Supervisor:
         client = replica.engine = self._client(line)
         await self._until_healthy()
         if self._key and await line.answers_without_key():
-            raise EngineGone(
+            raise EngineUnavailable(
                 f"{self._address} accepts weight updates without the key; start it with "
                 "`megatron-rl serve`"
             )
         await client.open()
         longest = (await client.status()).get("longest", 0)
         if longest < self._state.max_tokens:
-            raise EngineGone(
+            raise EngineUnavailable(
                 f"{self._address} takes {longest} tokens, the recipe needs "
                 f"{self._state.max_tokens}: start it with rollout.max_prompt_tokens and "
                 "rollout.max_response_tokens of this recipe"
@@ -208,7 +208,7 @@ class Supervisor:
             self.first_start.set_result(None)
         async with state.updating:
             if not replica.up:
-                raise EngineGone(replica.reason)
+                raise EngineUnavailable(replica.reason)
             if replica.version != state.version:
                 for step, by_format in state.kept_update:
                     await replica.engine.update(step, **by_format.get(replica.format, {}))
@@ -221,19 +221,19 @@ class Supervisor:
         while not (look := await replica.look()).alive:
             if time.monotonic() > deadline:
                 limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
-                raise EngineGone(
+                raise EngineUnavailable(
                     f"no reply from {self._address} in {limit}; the last try: {look.slow}"
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_down(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work on the engine while checking its health."""
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._until_gone())
+        watching = asyncio.ensure_future(self._until_down())
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise EngineGone(watching.result())
+                raise EngineUnavailable(watching.result())
             working.result()
         finally:
             working.cancel()
@@ -241,11 +241,11 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Return once the engine has terminated, or was marked down by another task."""
-        reason = await self._until_gone(lambda: not self.replica.up)
+        reason = await self._until_down(lambda: not self.replica.up)
         self._state.mark_down(self.replica, reason)
         await self._failed(reason)
 
-    async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
+    async def _until_down(self, taken_out: Callable[[], bool] = lambda: False) -> str:
         """Wait for the engine's end and describe it: its process ended, or several health checks
         failed in a row.
         """

@@ -15,7 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.sampler.client.interface import Engine, EngineGone, Part, SamplerError, UpdateStep
+from megatron_rl.sampler.client.interface import (
+    Engine,
+    EngineUnavailable,
+    Part,
+    SamplerError,
+    UpdateStep,
+)
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState, UpdateCall
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -72,10 +78,10 @@ class Updates:
         )
         for replica, engine, answer in zip(replicas, engines, answers, strict=True):
             # it may have been replaced
-            if isinstance(answer, EngineGone) and replica.engine is engine:
+            if isinstance(answer, EngineUnavailable) and replica.engine is engine:
                 state.mark_down(replica, str(answer))
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
-        serious = [answer for answer in refused if not isinstance(answer, EngineGone)]
+        serious = [answer for answer in refused if not isinstance(answer, EngineUnavailable)]
         if serious:
             raise serious[0]
         if len(refused) == len(answers):
@@ -105,7 +111,7 @@ class Updates:
             raise SamplerError(
                 "a weight update could not start within "
                 f"sampler.start_timeout_s={state.start_timeout_s:g}: "
-                f"{', '.join(one.name for one in self._replicas if not one.ready and not one.given_up)} "
+                f"{', '.join(one.name for one in self._replicas if not one.ready and not one.failed)} "
                 "is still receiving the version before. Read its log; raise "
                 "sampler.start_timeout_s where it was only slow"
             ) from None
@@ -139,7 +145,7 @@ class Updates:
         self._calls = []
         self._stood_s = 0.0
         try:
-            await self._tell("start", {})
+            await self._request("start", {})
         except BaseException:
             await self._end()
             raise
@@ -154,11 +160,11 @@ class Updates:
         """
         began = time.perf_counter()
         try:
-            await self._tell(
+            await self._request(
                 "stage", {format: {"update_info": info} for format, info in updates.items()}
             )
             if all(info.get(BACKGROUND) for info in updates.values()):
-                await self._tell("await", {})
+                await self._request("await", {})
             else:
                 self._stood_s += time.perf_counter() - began
         except BaseException:
@@ -179,14 +185,14 @@ class Updates:
         for replica, _ in self._taken_by:
             replica.begin_update()
         try:
-            stand = len(self._taken_by) > 1
-            states = await self._tell("finish", {}, stand=stand)
+            pause = len(self._taken_by) > 1
+            states = await self._request("finish", {}, pause=pause)
             slowest = max(states, key=lambda answer: answer["load_s"])
             state.served.append(slowest["policy_version"])
             state.kept_update = [*calls, ("finish", {})]
             for replica in self._taking:
                 replica.hold(state.version)
-            if stand:
+            if pause:
                 await self._resume()
         except BaseException:  # any exception: an interrupted engine may have either version
             await asyncio.shield(self._reconcile())
@@ -195,7 +201,7 @@ class Updates:
             for replica in self._replicas:
                 replica.end_update()
             await self._end()
-            state.tell()
+            state.publish()
         return slowest | {"pause_s": self._stood_s + time.perf_counter() - began}
 
     async def _reconcile(self) -> None:
@@ -205,26 +211,28 @@ class Updates:
         for replica in self._taking:
             try:
                 status = await replica.engine.status()
-                if status["torn"] and self._state.transport != Transport.file:
+                if status["incomplete"] and self._state.transport != Transport.file:
                     # it cannot be restarted: it refuses requests until a good update repairs it
                     continue
-                if status["policy_version"] != self._state.version or status["torn"]:
-                    raise EngineGone("it loaded a version that another engine could not load")
+                if status["policy_version"] != self._state.version or status["incomplete"]:
+                    raise EngineUnavailable(
+                        "it loaded a version that another engine could not load"
+                    )
                 await replica.engine.update("resume")
             except SamplerError as error:
                 self._state.mark_down(replica, str(error))
 
     async def _resume(self) -> None:
         """Resume paused engines. One that cannot resume is marked down."""
-        standing = self._taking
-        asked = (one.wait_for(one.engine.update("resume")) for one in standing)
+        paused = self._taking
+        asked = (one.wait_for(one.engine.update("resume")) for one in paused)
         for replica, answer in zip(
-            standing, await asyncio.gather(*asked, return_exceptions=True), strict=True
+            paused, await asyncio.gather(*asked, return_exceptions=True), strict=True
         ):
             if isinstance(answer, BaseException):
                 self._state.mark_down(replica, str(answer))
 
-    async def _tell(
+    async def _request(
         self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any
     ) -> list[Any]:
         while True:
@@ -269,6 +277,6 @@ class Updates:
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s
         while not happened():
-            if time.monotonic() > deadline or all(replica.given_up for replica in self._replicas):
+            if time.monotonic() > deadline or all(replica.failed for replica in self._replicas):
                 raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
             await asyncio.sleep(POLL_S)

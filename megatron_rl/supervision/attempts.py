@@ -28,12 +28,12 @@ from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.tracking.status import known_status, read_status
 
 REFUSED = 2  # exit status of a command whose configuration is wrong
-IN_VAIN = 2  # attempts in a row without progress
+MAX_WITHOUT_PROGRESS = 2  # attempts in a row without progress
 PAUSE_S = 5.0
 RELEASE_S = 60.0
 
 
-def keep_going(
+def run_attempts(
     start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]
 ) -> int:
     """Start the run, and restart it while it fails, at most `attempts` times; return the last exit
@@ -44,7 +44,7 @@ def keep_going(
         furthest = how_far(path)
     else:
         furthest = (0, 0)
-    in_vain = 0
+    without_progress = 0
     for attempt in range(1, attempts + 1):
         status = start(config)
         said = read_status(path)
@@ -52,12 +52,12 @@ def keep_going(
             return status
         reached = how_far(path)
         if any(new > old for new, old in zip(reached, furthest, strict=True)):
-            in_vain = 0
+            without_progress = 0
         else:
-            in_vain = in_vain + 1
+            without_progress = without_progress + 1
         furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
         reason = str(said.get("reason")).partition("\n")[0]
-        if in_vain == IN_VAIN:
+        if without_progress == MAX_WITHOUT_PROGRESS:
             say(
                 f"attempt {attempt} of {attempts} has failed, the second in a row without "
                 f"further: {reason}"
@@ -102,7 +102,7 @@ def next_start(path: Path, section: CheckpointSection) -> str:
     return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
 
 
-def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
+def should_retry(path: Path, states: Sequence[str]) -> tuple[bool, str]:
     """Decide whether to requeue a job whose run ended in one of `states`; return the decision and
     its reason.
     """
@@ -127,7 +127,7 @@ def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
 def main(arguments: Sequence[str]) -> int:
     states, recipe, *overrides = arguments
     config = load(Path(recipe), overrides)
-    again, why = worth_it(config.run.folder, states.split(","))
+    again, why = should_retry(config.run.folder, states.split(","))
     print(why)
     return 0 if again else 1
 

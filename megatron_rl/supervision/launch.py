@@ -22,6 +22,7 @@ from typing import Any
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.files import last_lines
+from megatron_rl.logs import configure, logger
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes import process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
@@ -36,6 +37,7 @@ from megatron_rl.tracking.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.tracking.status import ENDED, mark_status, read_status
 
 # for a driver that has not begun to stop; and for one that has, beyond the time that it reported
+log = logger("launcher")
 STOP_GRACE_S = 4.0
 SILENT_S = 15.0  # for a driver to report its plan, which is immediate unless it is stuck
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has terminated
@@ -49,12 +51,13 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     """Run every rank to its end; return the exit status. `report` writes the report before the
     final status.
     """
+    configure(sys.stdout)
     kills = memory_kills()
     with Scratch() as scratch, process.ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
         run, moved = open_run(config.run.folder, config.run.if_exists, to_yaml(config))
         if moved:
-            print(moved, flush=True)
+            log.info(moved)
         watch = HangDetector(run.path, config.run.hang_timeout_s)
         ranks = RankProcesses(
             run, Layout.from_config(config.learner).world, scratch.path, given, watch
@@ -70,7 +73,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
         if status or read_status(run.path).get("state") not in ENDED:
             conclude(run, ranks, failure, report)
         elif said := report(run):
-            print(said, flush=True)
+            log.info(said)
     finally:
         if run.lock is not None:
             run.lock.close()  # the next attempt is this process's, too
@@ -101,9 +104,9 @@ def conclude(
         try:
             mark_status(run.path, state, reason, **known)
         except OSError as error:
-            print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+            log.error(f"{run.status} could not be written: {error.strerror}")
     if summary := report(run):
-        print(summary, flush=True)
+        log.info(summary)
     if failure is None:
         return
     if lines := last_lines(ranks.log_of(failure.rank), LOG_LINES_SHOWN):
@@ -206,7 +209,7 @@ class RankProcesses:
             again = ""
         else:
             again = " (again to end the run at once)"
-        print(f"\n{self._stopped_by.name} is passed on to the driver{again}", flush=True)
+        log.info(f"{self._stopped_by.name} is passed on to the driver{again}")
         for child in self._processes[:1]:  # none yet, while the ranks are being started
             child.send_signal(number)
 

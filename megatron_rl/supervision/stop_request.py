@@ -45,14 +45,14 @@ class Ranks(Protocol):
 def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
     """Return rank 0's reply on every rank, or raise StepAborted on every rank."""
     answer = None
-    given_up = None
+    aborted = None
     try:
         answer = ask()
     except StepAborted as error:
-        given_up = str(error)
-    answer, given_up = ranks.broadcast((answer, given_up))
-    if given_up is not None:
-        raise StepAborted(given_up)
+        aborted = str(error)
+    answer, aborted = ranks.broadcast((answer, aborted))
+    if aborted is not None:
+        raise StepAborted(aborted)
     return answer
 
 
@@ -135,7 +135,7 @@ class StopRequest:
                 self._waiting = False  # once
                 raise StepAborted(self._given_up)
             return
-        if number == signal.SIGTERM and LAUNCHER not in os.environ and job.goes_on():
+        if number == signal.SIGTERM and LAUNCHER not in os.environ and job.is_running():
             raise RuntimeError(job.ANOTHER_ENDED)
         if self.step is None:
             raise_interrupt(number, frame)

@@ -7,6 +7,7 @@ the run hangs when no rank has made any for `run.hang_timeout_s`. Waits for engi
 limits of their own, and end by themselves before.
 """
 
+import logging
 import os
 import platform
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import read_json
+from megatron_rl.logs import line, logger
 from megatron_rl.processes.heartbeat import ACTIVITY
 from megatron_rl.processes.process import SHOW_STACKS, birth_of, is_stopped, state_of
 from megatron_rl.tracking.run_dir import RunDir
@@ -83,6 +85,7 @@ class HangDetector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s`: run.hang_timeout_s."""
+        self._writes_log = True  # driver.log; the driver's own log lines go there already
         self.issues: list[ProcessIssue] = []
         self._run_dir = run_dir
         self._timeout_s = timeout_s
@@ -203,14 +206,14 @@ class HangDetector:
         known = {one.key for one in before}
         for one in self.issues:
             if one.key not in known:
-                self._say(f"stuck    {one}")
+                self._say(f"stuck: {one}")
         for one in before:
             if one.key not in keys:
-                what = "goes on"
+                what = "continues"
                 if one.here and one.pid and not state_of(one.pid):
                     what = "has ended"
                 self._say(
-                    f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
+                    f"stuck: {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
                 )
         if keys != known:
             stuck = None
@@ -220,10 +223,12 @@ class HangDetector:
                 mark_stuck(self._run_dir, stuck)
 
     def _say(self, text: str) -> None:
-        print(text, flush=True)
-        log = RunDir(self._run_dir).logs / "driver.log"
-        with suppress(OSError), log.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        log = logger("watch")
+        log.warning(text)
+        if self._writes_log:
+            path = RunDir(self._run_dir).logs / "driver.log"
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:
+                file.write(line(log, logging.WARNING, text) + "\n")
 
 
 class RankHangDetector(HangDetector):
@@ -235,6 +240,7 @@ class RankHangDetector(HangDetector):
         super().__init__(run_dir, timeout_s)
         self.launcher = launcher
         self._rank = rank
+        self._writes_log = rank != 0
 
     def __call__(self) -> None:
         if self.launcher and not is_stopped(self.launcher) and not self.issues:
@@ -244,7 +250,7 @@ class RankHangDetector(HangDetector):
             return
         with suppress(OSError):
             mark_status(self._run_dir, "failed", reason, stuck=self.blocking[0].as_fields())
-        print(f"failed: {reason}", flush=True)
+        logger("watch").error(f"failed: {reason}")
         for one in self.blocking:
             kill(one)
         for _, pid in ACTIVITY.owned:

@@ -251,7 +251,7 @@ def bound_of(rule: Rule, given: AlarmSetting, formats: Sequence[Format]) -> floa
 
 
 def clear_at(bound: float, below: bool) -> float:
-    """Value that clears a standing alarm: a fifth away from its bound; for shares at most half of
+    """Value that clears an active alarm: a fifth away from its bound; for shares at most half of
     the way to 1.
     """
     if not below:
@@ -262,7 +262,7 @@ def clear_at(bound: float, below: bool) -> float:
 
 
 @dataclass(frozen=True)
-class News:
+class AlarmEvent:
     """Notice that an alarm was raised or cleared."""
 
     alarm: Alarm
@@ -275,14 +275,14 @@ class News:
     @property
     def what(self) -> str:
         if not self.raised:
-            return f"{self.alarm}: {self.told}, cleared"
+            return f"{self.alarm}: {self.description}, cleared"
         rule = RULES[self.alarm]
         side = "below" if rule.below else "above"
         steps = f"{rule.steps} step{'s' * (rule.steps > 1)}"
-        return f"{self.alarm}: {self.told}, {side} {self.bound:g} for {steps}"
+        return f"{self.alarm}: {self.description}, {side} {self.bound:g} for {steps}"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The value, with enough digits to differ from its bound."""
         several = (f"{self.value:.{digits}g}" for digits in range(3, 17))
         return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
@@ -299,19 +299,19 @@ class _Watch:
     rule: Rule
     stops: bool
     bound: float
-    standing: bool = False
+    active: bool = False
     in_a_row: int = 0
 
     def after(self, value: float) -> bool:
         """True if this value raises or clears the alarm. NaN is beyond every bound."""
         limit = self.bound
-        if self.standing:
+        if self.active:
             limit = clear_at(self.bound, self.rule.below)
         inside = value >= limit if self.rule.below else value <= limit
-        self.in_a_row = self.in_a_row + 1 if inside == self.standing else 0
+        self.in_a_row = self.in_a_row + 1 if inside == self.active else 0
         if self.in_a_row < self.rule.steps:
             return False
-        self.standing = not self.standing
+        self.active = not self.active
         self.in_a_row = 0
         return True
 
@@ -323,7 +323,7 @@ class Alarms:
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)
     sampled: bool = True  # False for supervised runs
-    standing: dict[str, dict[str, Any]] = field(default_factory=dict)  # for status.json
+    active: dict[str, dict[str, Any]] = field(default_factory=dict)  # for status.json
     stop: str | None = None  # why the run is to end
 
     def __post_init__(self) -> None:
@@ -335,19 +335,19 @@ class Alarms:
                 bound = bound_of(rule, setting, self.formats)
                 self._watches.append(_Watch(alarm, rule, setting.stops, bound))
 
-    def goes_on(self, lines: Iterable[Line], step: int) -> None:
+    def restore(self, lines: Iterable[Line], step: int) -> None:
         """Load the accuracies of earlier attempts, up to the step after which this one resumes."""
         for line in lines:
             if line["progress/step"] <= step:
                 self.past.add_accuracies(line)
 
-    def told(self) -> list[str]:
+    def summaries(self) -> list[str]:
         return [
             f"{alarm} since step {about['step']} ({about['value']})"
-            for alarm, about in self.standing.items()
+            for alarm, about in self.active.items()
         ]
 
-    def after(self, line: Line) -> list[News]:
+    def after(self, line: Line) -> list[AlarmEvent]:
         """Update with a step's metrics; return the alarms raised and cleared."""
         news = []
         for watch in self._watches:
@@ -356,12 +356,12 @@ class Alarms:
                 continue
             step = int(line["progress/step"])
             alarm = watch.alarm
-            one = News(alarm, watch.standing, watch.stops, step, value, watch.bound)
+            one = AlarmEvent(alarm, watch.active, watch.stops, step, value, watch.bound)
             news.append(one)
             if one.raised:
-                self.standing[alarm] = {"step": step, "value": one.told, "bound": watch.bound}
+                self.active[alarm] = {"step": step, "value": one.description, "bound": watch.bound}
                 self.stop = self.stop or (f"alarm {one.what}" if watch.stops else None)
             else:
-                del self.standing[alarm]
+                del self.active[alarm]
         self.past.add(line)
         return news

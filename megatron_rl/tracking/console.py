@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.files import last_lines
+from megatron_rl.logs import logger
 from megatron_rl.processes.heartbeat import BETWEEN, START
 from megatron_rl.processes.process import printable
 from megatron_rl.tracking.metrics import accuracies
@@ -64,7 +65,7 @@ def choose_display(
     stream = stream or sys.stdout
     if is_live(stream):
         return LiveDisplay(title, n_steps, Console(file=stream), logs)
-    return PlainDisplay(n_steps, stream)
+    return PlainDisplay(stream)
 
 
 def is_live(stream: TextIO) -> bool:
@@ -108,10 +109,10 @@ class Silence:
             self._due_s = QUIET_S
         if quiet_s < self._due_s:
             return
-        starts = not text.is_file() or "\nstep " not in text.read_text(encoding="utf-8")
+        starts = not text.is_file() or " train: step " not in text.read_text(encoding="utf-8")
         self._due_s = quiet_s + (QUIET_S if starts else min(quiet_s, RARELY_S))
         more = said_by_engines(self._logs) if starts else ""
-        print(f"now      {phase_now()}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
+        logger("launcher").info(f"{phase_now()}, {duration(quiet_s)}{more}")
 
 
 def shown(names: Iterable[str], others: Iterable[Row] = SHOWN) -> list[Row]:
@@ -188,15 +189,16 @@ def sparkline(values: list[float]) -> str:
 
 
 class PlainDisplay:
-    def __init__(self, n_steps: int, stream: TextIO) -> None:
-        self._n_steps = n_steps
+    shows_steps = False
+
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def phase(self, name: str | None) -> None:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        self.note(step_line(step, self._n_steps, metrics, eta_s))
+        pass
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -207,6 +209,8 @@ class PlainDisplay:
 
 class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
+
+    shows_steps = True
 
     def __init__(
         self, title: str, n_steps: int, console: Console, logs: Path | None = None
@@ -313,9 +317,7 @@ def sample_line(one: Scored) -> str:
     """Format a response on one line: end of the prompt, end of the response, reward."""
     prompt = _end(one.rollout.prompt.text)
     answer = _end(one.text)
-    return (
-        f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
-    )
+    return f"{prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
 
 
 def _end(text: str) -> str:

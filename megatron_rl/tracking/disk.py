@@ -73,7 +73,7 @@ class Disk:
     def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
         self._run = run
         self._note = note
-        self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
+        self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.timeline)}
         self._full: set[str] = set()  # kinds of records whose last write failed
         self._lost_rollouts = 0
 

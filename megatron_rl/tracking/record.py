@@ -5,6 +5,7 @@ the final state.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shlex
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.logs import Formatter, logger, replace_handlers
 from megatron_rl.processes import heartbeat
 from megatron_rl.tracking.alarms import Alarms
 from megatron_rl.tracking.causes import Cause, of_error
@@ -74,18 +76,20 @@ class Recorder:
         self._n_steps = n_steps
         self._last_step = self.run.resumes_after
         if self._last_step is not None and self.run.metrics.is_file():
-            self.alarms.goes_on(read_metrics(self.run.metrics), self._last_step)
+            self.alarms.restore(read_metrics(self.run.metrics), self._last_step)
         self._step_times: list[float] = []
         self._unknown: set[str] = set()
-        self._disk = Disk(self.run, self.note)
-        self._text = LineFile(self.run.logs / "driver.log")
-        self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
+        self._log_handler = _LogHandler(self._display, self.run.logs / "driver.log")
+        self._other_handlers = replace_handlers([self._log_handler])
+        self._log = logger("run")
+        self._disk = Disk(self.run, self._log.warning)
+        self._wandb: WandbLog | None = None
         if moved:
-            self.note(moved)
+            self._log.info(moved)
         if mode is not Wandb.none:
             resolved = read_yaml(resolved_yaml)
-            self._wandb = WandbLog(resolved, run_dir, mode, self.note, self._last_step)
+            self._wandb = WandbLog(resolved, run_dir, mode, logger("wandb").info, self._last_step)
         self._note_places()
 
     @contextmanager
@@ -117,20 +121,21 @@ class Recorder:
                 stacklevel=2,
             )
         self._disk.write_line(self.run.metrics, encode_line(line))
-        self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
+        self._disk.write_line(self.run.timeline, encode_spans(step, self.clock.spans))
         self.clock.spans.clear()
         if self._wandb:
             self._wandb.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
-        self._write_text(step_line(step, self._n_steps, line, eta_s))
+        progress = step_line(step, self._n_steps, line, eta_s)
+        logger("train").info(progress, extra={"is_step": True})
         if news := self.alarms.after(line):
             self._beat_at = -math.inf  # forces an immediate heartbeat
             for one in news:
-                self.note(f"alarm    {one}")
+                logger("alarm").warning(one)
             if self._wandb:
-                self._wandb.alarms(news, self.alarms.standing)
+                self._wandb.alarms(news, self.alarms.active)
         self._beat()
         return line
 
@@ -148,17 +153,13 @@ class Recorder:
         """Add work of other threads for this step, at any time."""
         self.clock.spans += spans
 
-    def note(self, text: str) -> None:
-        self._display.note(text)
-        self._write_text(text)
-
     def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
         self._disk.write_rollouts(self.run.rollouts / f"step_{step}.parquet", scored, **columns)
         shown = [scored[place] for place in columns.get("pieces", {})]
         if shown and time.monotonic() - self._sample_at > SAMPLE_S:
             self._sample_at = time.monotonic()
-            self.note(sample_line(shown[0]))
+            logger("sample").info(sample_line(shown[0]))
         if shown and self._wandb:
             self._wandb.samples(step, shown)
 
@@ -168,7 +169,7 @@ class Recorder:
         steps = self._n_steps
         state, how = ("stopped", "stopped") if asked and step != steps else ("finished", "ended")
         self._end = state, f"{how} after step {step} of {steps}: {reason}"
-        self.note(self._end[1])
+        self._log.info(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "", cause: Cause | None = None) -> None:
         """Record how the run ended, status.json first, in case a later write fails."""
@@ -182,23 +183,23 @@ class Recorder:
         try:
             mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
         except OSError as error:
-            self.note(f"{self.run.status} could not be written: {error.strerror}")
+            self._log.error(f"{self.run.status} could not be written: {error.strerror}")
         self._display.close()
         last = f"{state} after {duration(time.perf_counter() - self._begun)}"
         if reason:
             last += f": {reason}"
-        if standing := self.alarms.told():
-            last += f"; active alarms: {', '.join(standing)}"
-        self.note(last)
+        if active := self.alarms.summaries():
+            last += f"; active alarms: {', '.join(active)}"
+        self._log.info(last)
         if cause:
             # a launcher prints it itself
-            say = self._write_text if LAUNCHER in os.environ else self.note
-            say(cause.paragraph())
-        self.note(describe_contents(self.run))
+            extra = {"file_only": LAUNCHER in os.environ}
+            self._log.error(cause.paragraph(), extra=extra)
+        self._log.info(describe_contents(self.run))
         if self._wandb and (left := self._wandb.close(state, numbers_of_file(self.run.metrics))):
-            self.note(left)
-        with suppress(OSError):
-            self._text.close()
+            logger("wandb").info(left)
+        replace_handlers(self._other_handlers)
+        self._log_handler.close()
         if self.run.lock:
             self.run.lock.close()
 
@@ -224,13 +225,13 @@ class Recorder:
     def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))
         wandb = self._wandb
-        self.note(f"run      {path}")
-        self.note(f"metrics  tail -f {path}/metrics.jsonl")
-        self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
+        self._log.info(f"directory {path}")
+        self._log.info(f"metrics: tail -f {path}/metrics.jsonl")
+        self._log.info(f"logs: tail -F {path}/logs/attempt_{self.run.attempt}/*")
         if wandb:
-            self.note(f"wandb    {wandb.where}")
+            logger("wandb").info(wandb.where)
         if wandb and wandb.trouble:
-            self.note(wandb.trouble)
+            logger("wandb").warning(wandb.trouble)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines
@@ -240,10 +241,6 @@ class Recorder:
             return math.fsum(recent) / len(recent) * (self._n_steps - step)
         return None
 
-    def _write_text(self, text: str) -> None:
-        with suppress(OSError):  # the same text is on the screen
-            self._text.write(text)
-
     def _beat(self) -> None:
         if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
             self._beat_at = time.monotonic()
@@ -252,8 +249,34 @@ class Recorder:
 
     def _about(self) -> dict[str, Any]:
         """The part of status.json that every state has."""
-        known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
+        known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.active}
         return known | self._disk.news
+
+
+class _LogHandler(logging.Handler):
+    """Handler that writes log lines to the console, above a table if there is one, and to a file.
+
+    A table shows the steps itself.
+    """
+
+    def __init__(self, display: Display, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(Formatter())
+        self._display = display
+        self._text = LineFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        in_table = self._display.shows_steps and getattr(record, "is_step", False)
+        if not in_table and not getattr(record, "file_only", False):
+            self._display.note(line)
+        with suppress(OSError):  # the same line is on the console
+            self._text.write(line)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._text.close()
+        super().close()
 
 
 def describe_contents(run: RunDir) -> str:

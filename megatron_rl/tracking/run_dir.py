@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, steps
-from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
+from megatron_rl.checkpoint.resume import newest_resumable, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, redact, write_yaml
 from megatron_rl.config.schema import IfExists
-from megatron_rl.files import open_regular, write_whole
+from megatron_rl.files import open_regular, write_atomic
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.heartbeat import FOLDER
 from megatron_rl.tracking.metrics_file import read_metrics
@@ -58,7 +58,7 @@ class RunDir:
     status = _Inside("status.json")
     metrics = _Inside("metrics.jsonl")  # one line per step
     rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
-    lanes = _Inside("lanes.jsonl")  # busy spans of sampler, rewards and learner
+    timeline = _Inside("timeline.jsonl")  # busy spans of sampler, rewards and learner
     # which prompts each step has drawn, and which of them it has trained on
     ledger = _Inside("ledger.jsonl")
     checkpoints = _Inside("checkpoints")  # step_N/: to resume from
@@ -169,7 +169,7 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
         if not _used(path):
             return lock, None, moved
         notes: list[str] = []
-        if if_exists is IfExists.resume and (found := goes_on_from(path, notes.append)):
+        if if_exists is IfExists.resume and (found := newest_resumable(path, notes.append)):
             notes.append(f"{path} resumes after step {found.step}, saved at {found.time}")
             return lock, found, "\n".join(notes)
         with lock:
@@ -198,8 +198,8 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
         run.path / "logs" / f"attempt_{run.attempt + 1}",
     ):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.config, write_yaml(redact(read_yaml(resolved_yaml))))
-    write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
+    write_atomic(run.config, write_yaml(redact(read_yaml(resolved_yaml))))
+    write_atomic(run.env, json.dumps(environment(), indent=2) + "\n")
     about: dict[str, Any] = {}
     if before := read_status(run.path):
         about["before"] = {

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import read_json, write_whole
+from megatron_rl.files import read_json, write_atomic
 from megatron_rl.processes import instructions
 from megatron_rl.processes.folder_lock import held
 from megatron_rl.tracking.causes import RESUME, Cause
@@ -122,7 +122,7 @@ def _write(path: Path, status: dict[str, Any]) -> None:
         reason = reason[: len(reason) * 3 // 4]
         text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     try:
-        write_whole(path / STATUS, f"{text}\n")
+        write_atomic(path / STATUS, f"{text}\n")
     except FileExistsError:  # a link or a pipe
         raise
     except OSError:
@@ -152,7 +152,7 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     """The status; failed if the run's process has terminated. `locked`: as far as it is known."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
-    if ended or not _gone(status, held(path) if locked is None else locked):
+    if ended or not _terminated(status, held(path) if locked is None else locked):
         return status
     reason = (
         f"ended without a report: process {status['pid']} on {status.get('host')} terminated; its "
@@ -174,7 +174,7 @@ def seconds_since(moment: Any) -> float | None:
         return None
 
 
-def _gone(status: dict[str, Any], locked: bool | None) -> bool:
+def _terminated(status: dict[str, Any], locked: bool | None) -> bool:
     """True if the run has terminated; on another machine, judged by its heartbeat alone."""
     if locked:
         return False

@@ -1,6 +1,6 @@
-"""Clock of a step: time by phase, estimated remaining time, rates, and the lines of lanes.jsonl.
+"""Clock of a step: time by phase, estimated remaining time, rates, and the lines of timeline.jsonl.
 
-In lanes.jsonl a span of work is [lane, begin, end] in seconds since 1970; in memory, times are
+In timeline.jsonl a span of work is [lane, begin, end] in seconds since 1970; in memory, times are
 those of the clock time.perf_counter.
 """
 

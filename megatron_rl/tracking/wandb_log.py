@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
-from megatron_rl.files import read_whole, write_whole
+from megatron_rl.files import read_bounded, write_atomic
 from megatron_rl.processes.environment import hidden_secrets
-from megatron_rl.tracking.alarms import News
+from megatron_rl.tracking.alarms import AlarmEvent
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.types import Scored
 
@@ -163,7 +163,7 @@ class WandbLog(WandbRun):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
-            self._tell(lambda: self.run.log(dict(metrics), step=step))
+            self._send(lambda: self.run.log(dict(metrics), step=step))
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
         if step <= self._held:
@@ -179,24 +179,24 @@ class WandbLog(WandbRun):
             for one in shown
         ]
         table = self.wandb.Table(columns=head, data=rows)
-        self._tell(lambda: self.run.log({"samples": table}, step=step))
+        self._send(lambda: self.run.log({"samples": table}, step=step))
 
-    def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
+    def alarms(self, news: Sequence[AlarmEvent], active: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
         for one in news:
             if one.raised:
                 title = f"{self.run.name}: {one.alarm}"[:63]
                 level = "ERROR" if one.stops else "WARN"
-                self._tell(partial(self.run.alert, title, str(one), level))
-        self._tell(lambda: self.run.summary.update({"alarms": ", ".join(standing)}))
+                self._send(partial(self.run.alert, title, str(one), level))
+        self._send(lambda: self.run.summary.update({"alarms": ", ".join(active)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
         """Log the run's own numbers in its summary; return what remains to be done by hand."""
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
-        self._tell(lambda: self.run.summary.update(numbers))
-        return self._tell(lambda: self.finish(0 if state == "finished" else 1)) or ""
+        self._send(lambda: self.run.summary.update(numbers))
+        return self._send(lambda: self.finish(0 if state == "finished" else 1)) or ""
 
-    def _tell(self, say: Callable[[], T]) -> T | None:
+    def _send(self, say: Callable[[], T]) -> T | None:
         """Call W&B, whose process may be killed without ending the run."""
         if self._gone:
             return None
@@ -226,5 +226,5 @@ def run_id(run_dir: Path) -> str:
     """The run's name at W&B: as long as the directory is the same."""
     path = run_dir / ID
     if not path.is_file():
-        write_whole(path, f"{secrets.token_hex(8)}\n")
-    return read_whole(path).decode().strip()
+        write_atomic(path, f"{secrets.token_hex(8)}\n")
+    return read_bounded(path).decode().strip()

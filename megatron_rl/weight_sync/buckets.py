@@ -23,7 +23,7 @@ BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
 
 
 @dataclass(frozen=True)
-class Job:
+class BucketEntry:
     """One parameter: this rank's slices of it, and the outputs of each rank of the group."""
 
     param: Param
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Bucket:
-    jobs: tuple[Job, ...]
+    jobs: tuple[BucketEntry, ...]
     group: Group
     rank: int
     size: int
@@ -80,7 +80,7 @@ def make_buckets(
         (True, place.edp, groups.expert_tensor),
     ):
         own = [param for param in params if param.row.expert is expert and replica == 0]
-        jobs: list[Job] = []
+        jobs: list[BucketEntry] = []
         filled = 0
         for param in own:
             size, rank = param.tensor_parallel(layout, place)
@@ -90,7 +90,7 @@ def make_buckets(
                 tuple(tuple(outputs(piece, format, ignore, dtype, split)) for piece in pieces)
                 for pieces in of_ranks
             )
-            jobs.append(Job(param, of_ranks[rank], made))
+            jobs.append(BucketEntry(param, of_ranks[rank], made))
             filled += sum(out.tensor.nbytes for out in jobs[-1].flat(0))
             if filled >= size_bytes or param is own[-1]:
                 buckets.append(Bucket(tuple(jobs), group, rank, size))

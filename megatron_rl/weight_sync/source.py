@@ -31,7 +31,7 @@ from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import (
     BUCKET_BYTES,
     Bucket,
-    Job,
+    BucketEntry,
     Workspace,
     full_tensors,
     gather,
@@ -236,7 +236,9 @@ class ShardSource:
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
 
-    def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+    def _parts(
+        self, job: BucketEntry, shards: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor] | None:
         local = self._merged(job.param, shards)
         if local is None:
             return None
@@ -316,7 +318,7 @@ class ShardSource:
 
     def _convert(
         self,
-        job: Job,
+        job: BucketEntry,
         parts: Sequence[torch.Tensor] | None,
         rank: int,
         amax: Mapping[str, torch.Tensor],

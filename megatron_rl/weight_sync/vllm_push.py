@@ -37,7 +37,7 @@ from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
-from megatron_rl.weight_sync.whole_source import WholeSource
+from megatron_rl.weight_sync.unsharded_source import UnshardedSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
 
@@ -59,7 +59,7 @@ class VllmPush(Push):
         self._patience_s = engine.request_timeout_s
         self._workers = engine.engines * engine.tensor_parallel
         self._relay = Relay(sampler)
-        self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
+        self._source = UnshardedSource(source, everywhere=sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
@@ -132,7 +132,7 @@ class VllmPush(Push):
             info = init_info(self._sync.transport, self._workers, self._rank, place, largest)
             with bounded(self._patience_s, "the rendezvous of learner and engines", self._relay):
                 self._engine = WeightTransferTrainerFactory.trainer_init(
-                    info, client=self._relay, source=WholeTensors(self._source)
+                    info, client=self._relay, source=UnshardedTensors(self._source)
                 )
         except Exception as error:  # any exception, as above
             failure = f"sync.transport={self._sync.transport}: {type(error).__name__}: {error}"
@@ -166,10 +166,10 @@ def bounded(seconds: float, what: str, relay: "Relay") -> Iterator[None]:
         timer.cancel()
 
 
-class WholeTensors(WeightSource):
-    """`WholeSource` with the interface that vLLM's trainer engines expect."""
+class UnshardedTensors(WeightSource):
+    """`UnshardedSource` with the interface that vLLM's trainer engines expect."""
 
-    def __init__(self, source: WholeSource) -> None:
+    def __init__(self, source: UnshardedSource) -> None:
         self._source = source
 
     def metadata(self) -> list[ParamMeta]:

@@ -60,5 +60,5 @@ def forge(path: Path, content: dict[str, Any]) -> None:
 def newest(root: Path) -> tuple[int | None, list[str]]:
     """The step that a run would go on from, and what is said of those that are passed over."""
     said: list[str] = []
-    found = next(checkpoints.whole_ones(root, said.append), None)
+    found = next(checkpoints.complete_checkpoints(root, said.append), None)
     return found and found.step, said

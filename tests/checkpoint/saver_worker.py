@@ -57,7 +57,7 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
             returned.set()
             saver.settle(wait=True)
         learner.broadcast()  # rank 0 names the folder, and every rank looks into it
-        found = next(checkpoints.whole_ones(root, said.append), None)
+        found = next(checkpoints.complete_checkpoints(root, said.append), None)
         entries = sorted(os.listdir(root))
         return {"entries": entries, "whole": found and found.step, "metrics": dict(saver.metrics)}
 

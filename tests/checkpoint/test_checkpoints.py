@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.checkpoints import TornCheckpoint
-from megatron_rl.checkpoint.resume import gap, goes_on_from, refuse_changes, rewind
+from megatron_rl.checkpoint.checkpoints import IncompleteCheckpoint
+from megatron_rl.checkpoint.resume import gap, newest_resumable, refuse_changes, rewind
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.tracking.metrics_file import read_metrics
@@ -146,7 +146,7 @@ def test_a_manifest_of_any_types(
     forge(path, changed)
     try:
         found = checkpoints.verify(path)
-    except TornCheckpoint:
+    except IncompleteCheckpoint:
         return
     assert (
         found.step,
@@ -176,7 +176,7 @@ def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
     content = json.loads((path / "checkpoint.json").read_text())["content"]
     content["files"][name] = [6, checkpoints.digest(tmp_path / "secret")[1]]
     forge(path, content)
-    with pytest.raises(TornCheckpoint):
+    with pytest.raises(IncompleteCheckpoint):
         checkpoints.verify(path)
 
 
@@ -238,14 +238,14 @@ def test_a_gap_in_the_records(tmp_path: Path) -> None:
     lines = [{"progress/step": step} for step in range(7)]
     write_lines(tmp_path / "metrics.jsonl", lines)
     said: list[str] = []
-    assert goes_on_from(tmp_path, said.append).step == 6
+    assert newest_resumable(tmp_path, said.append).step == 6
     assert said == []
     write_lines(tmp_path / "ledger.jsonl", [{"step": step} for step in (1, 2, 3, 5, 6)])
-    assert goes_on_from(tmp_path, said.append).step == 2
+    assert newest_resumable(tmp_path, said.append).step == 2
     assert len(said) == 2
     assert "ledger.jsonl" in said[1] and "step 4" in said[1]
     write_lines(tmp_path / "metrics.jsonl", lines[1:])
-    assert goes_on_from(tmp_path, said.append).step == 6
+    assert newest_resumable(tmp_path, said.append).step == 6
     assert "step 6" in said[-1]
 
 

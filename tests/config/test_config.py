@@ -1,5 +1,6 @@
 """Recipes: every shipped one loads, mistakes are named, presets and overrides do what they say."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from grid import is_grid
 from helpers import Command, refusal
 
-from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
+from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml, unknown
 from megatron_rl.config.load import read
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Format, Level, OnNonFinite
@@ -320,3 +321,20 @@ def test_a_reference_reaches_no_environment(
     config, said = read(path)
     assert any(one.startswith("run.root is ${oc.env:MY_SECRET}") for one in said)
     assert "8765" not in f"{config}{said}"
+
+
+@pytest.mark.parametrize("where", ["file", "command line"])
+def test_a_deprecated_key_is_accepted_with_a_warning(tmp_path, monkeypatch, caplog, where):
+    monkeypatch.setitem(unknown.DEPRECATED, "rollout.lag", "rollout.max_staleness")
+    monkeypatch.setattr(logging.getLogger("megatron_rl"), "propagate", True)
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text(f"base: {ROOT / 'recipes' / 'quickstart.yaml'}\n")
+    overrides = ["rollout.lag=2"]
+    if where == "file":
+        recipe.write_text(recipe.read_text() + "rollout: {lag: 2}\n")
+        overrides = []
+    config, found = read(recipe, overrides)
+    assert not found and config.rollout.max_staleness == 2
+    assert "rollout.lag is now rollout.max_staleness" in caplog.text
+    _, found = read(recipe, [*overrides, "rollout.lagg=2"])
+    assert any(line.startswith("rollout.lagg: unknown key") for line in found)

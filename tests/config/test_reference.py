@@ -46,7 +46,7 @@ def test_every_key_is_there_and_says_what_it_does() -> None:
     assert all(
         verifier in about
         for verifier in VERIFIERS
-        for about in (one.told for one in ENTRIES if one.name == "reward.name")
+        for about in (one.description for one in ENTRIES if one.name == "reward.name")
     )
 
 

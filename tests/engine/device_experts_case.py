@@ -109,7 +109,7 @@ class Device:
 
 
 def _reported(sample: Sample) -> list[Any]:
-    experts_SLK = sample.told_experts()
+    experts_SLK = sample.expert_choices()
     assert experts_SLK is not None
     return experts_SLK.tolist()
 

@@ -113,7 +113,7 @@ def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
 
 
 def run_beside_others(engine: Engine) -> dict[str, Any]:
-    """Requests that answers in the making stand in the way of, or that stand in theirs."""
+    """Requests that answers in the making pause in the way of, or that pause in theirs."""
     version = engine.ready.policy_version
     first = begin(engine, TOKENS)
     for _ in range(3):
@@ -135,9 +135,9 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     found["waits for a newer version"] = end(engine) == {}
     engine.samples.cancel(newer)
     found["impatient"] = attempt(lambda: begin(engine, TOKENS, policy_version=version + 1))
-    given_up = begin(engine, TOKENS)
+    aborted = begin(engine, TOKENS)
     engine.samples.step()
-    engine.samples.cancel(given_up)
+    engine.samples.cancel(aborted)
     found["given up"] = (len(engine.samples), end(engine)) == (0, {})
     return found
 

@@ -18,10 +18,10 @@ def test_an_update_that_is_not_finished():
     assert "is not finished" in ready.refusal(3)
     with pytest.raises(RuntimeError, match="finish it"):
         ready.fall_asleep(1)
-    ready.abandon_update(torn=False)
+    ready.abandon_update(incomplete=False)
     assert ready.refusal(3) is None
     ready.begin_update()
-    ready.abandon_update(torn=True)
+    ready.abandon_update(incomplete=True)
     assert "of no version" in ready.refusal(3)
 
 

@@ -19,7 +19,7 @@ from helpers import half_open, http_status, wait_for
 from megatron_rl.engine import server, server_access
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.engine.server_access import Key, RequireKey
-from megatron_rl.processes.strangers import STRANGERS
+from megatron_rl.processes.unauthenticated import MAX_OPEN
 
 ENGINE = SimpleNamespace(vocabulary=101, longest=48, transport="file")
 KEY = "k" * 32
@@ -101,10 +101,10 @@ def answered(one: socket.socket, request: bytes) -> bool:
     "128 stay, the long one is cut, the owner is answered",
 )
 def test_strangers_are_few(port, monkeypatch):
-    monkeypatch.setattr(server_access, "STRANGER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(server_access, "UNAUTHENTICATED_S", 2 * PATIENCE_S)
     strangers = half_open(port, 300)
     assert http_status(port, KEY) == 200
-    wait_for(lambda: sum(map(is_open, strangers)) <= STRANGERS)
+    wait_for(lambda: sum(map(is_open, strangers)) <= MAX_OPEN)
     assert is_open(strangers[-1]), "the oldest go first"
     assert not is_open(strangers[0])
     assert http_status(port, KEY) == 200
@@ -119,7 +119,7 @@ def test_strangers_are_few(port, monkeypatch):
 
 @pytest.mark.fault("a header that never ends", "the connection is cut after a while")
 def test_a_stranger_has_little_time(port, monkeypatch):
-    monkeypatch.setattr(server_access, "STRANGER_S", 0.5)
+    monkeypatch.setattr(server_access, "UNAUTHENTICATED_S", 0.5)
     (stranger,) = half_open(port, 1)
     wait_for(lambda: not is_open(stranger))
     assert http_status(port, KEY) == 200
@@ -128,7 +128,7 @@ def test_a_stranger_has_little_time(port, monkeypatch):
 
 def test_the_owner_s_connection_stays(port, monkeypatch):
     """Longer than a stranger's, and however many strangers come."""
-    monkeypatch.setattr(server_access, "STRANGER_S", 0.5)
+    monkeypatch.setattr(server_access, "UNAUTHENTICATED_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as owner:
         line = (
             b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "

@@ -83,15 +83,15 @@ def collecting(
 
     def collect() -> None:
         asked = len(prompts)
-        with closing(sampler.answering(params, seed=5)) as answering:
-            answering.add(prompts, 0)
+        with closing(sampler.stream(params, seed=5)) as stream:
+            stream.add(prompts, 0)
             if not first:
                 begun.set()
-            while groups := answering.finished():
+            while groups := stream.finished():
                 rollouts.extend(rollout for group in groups for rollout in group)
                 begun.set()
                 if not over.is_set():
-                    answering.add(
+                    stream.add(
                         [prompts[(asked + i) % len(prompts)] for i in range(len(groups))], asked
                     )
                     asked += len(groups)
@@ -111,10 +111,10 @@ def collecting(
             collected.result(PATIENCE_S)
 
 
-def rest(answering: GenerationHandle) -> dict[int, list[Rollout]]:
+def rest(stream: GenerationHandle) -> dict[int, list[Rollout]]:
     """Every group that is still to come; none comes twice."""
     groups = {}
-    while more := answering.finished():
+    while more := stream.finished():
         for group in more:
             assert [one.sample for one in group] == list(range(len(group)))
             assert {one.group for one in group}.isdisjoint(groups)

@@ -15,8 +15,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.vllm_push import VllmPush, WholeTensors, init_info
-from megatron_rl.weight_sync.whole_source import WholeSource
+from megatron_rl.weight_sync.unsharded_source import UnshardedSource
+from megatron_rl.weight_sync.vllm_push import UnshardedTensors, VllmPush, init_info
 
 
 def run_trainer() -> dict[str, Any]:
@@ -32,8 +32,8 @@ def run_trainer() -> dict[str, Any]:
             Format.int8,
         )
 
-    whole = WholeSource(source(), everywhere=False)
-    tensors = WholeTensors(whole)
+    whole = UnshardedSource(source(), everywhere=False)
+    tensors = UnshardedTensors(whole)
     shards = local_parameters(hf, shape, Layout(), Place())
     whole.begin(shards)
     sent = list(NCCLTrainerWeightTransferEngine._checked_iter(tensors, tensors.metadata()))

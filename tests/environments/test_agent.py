@@ -261,7 +261,7 @@ def test_strangers_are_few(
     opened = half_open(asked.gateway._port, 300)
     wait_for(lambda: len(asked.gateway._server.connections) <= most)
     assert asked(HELLO)[0] == 200
-    monkeypatch.setattr(agent, "STRANGER_S", 0.2)
+    monkeypatch.setattr(agent, "UNAUTHENTICATED_S", 0.2)
     opened += half_open(asked.gateway._port, most)
     wait_for(lambda: not asked.gateway._server.connections)
     monkeypatch.setattr(agent, "descriptors", lambda: 0)

@@ -300,15 +300,15 @@ def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
 
 def test_closing_ends_calls_that_wait_for_sessions(tmp_path: Path) -> None:
     with Played(tmp_path, counting, tool_timeout_s=600.0) as played:
-        answering = played.sessions.answering(played.params, seed=1)
+        stream = played.sessions.stream(played.params, seed=1)
         row = {"prompt": "Hm?", "answer": "42", "how": "hangs"}
-        answering.add([Prompt(0, (1,), "", row)], 0)
+        stream.add([Prompt(0, (1,), "", row)], 0)
         wait_for(lambda: played.policy.asked)
-        waiting = in_thread("waiting", answering.finished)
+        waiting = in_thread("waiting", stream.finished)
         played.sessions.close()
         with pytest.raises(SessionsEnded):
             waiting.result(60)
-        answering.close()
+        stream.close()
 
 
 def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:

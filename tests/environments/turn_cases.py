@@ -83,9 +83,9 @@ async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
             {"role": "user", "content": "What is 12 + 30? " + "it is not " * number}
         ]
         for _ in range(TURNS):
-            answered = await policy.answer(messages, ())
-            completion = answered.completion
-            said = answered.message
+            response = await policy.answer(messages, ())
+            completion = response.completion
+            said = response.message
             policy.transcript.turns.append(
                 SessionTurn(len(completion.token_ids), completion.finish_reason)
             )

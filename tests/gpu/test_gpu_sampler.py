@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
-from pretended import SIZES
+from mocked_gpu import SIZES
 from simulated import hf_config, local_parameters, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 

@@ -4,7 +4,7 @@ pretends to be a device changes torch for all of a process.
 
 from importlib import metadata
 
-import pretended
+import mocked_gpu
 import pytest
 
 
@@ -13,7 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
         metadata.version("transformer-engine-cu13")
     except metadata.PackageNotFoundError:
         raise pytest.UsageError("tests/gpu_set is for the gpu set: make check-gpu-set") from None
-    pretended.load_driver()
+    mocked_gpu.load_driver()
     # modules of vLLM ask for the device while they are imported
-    pretended.pretend(pytest.MonkeyPatch(), pretended.H100)
-    pretended.vllm_platform()
+    mocked_gpu.pretend(pytest.MonkeyPatch(), mocked_gpu.H100)
+    mocked_gpu.vllm_platform()

@@ -11,7 +11,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import pretended
+import mocked_gpu
 import pytest
 import torch
 
@@ -35,11 +35,11 @@ from megatron_rl.models.table import Split
 from megatron_rl.quantization.quantize import dequantize, quantize
 from megatron_rl.weight_sync.source import ShardSource
 
-SIZES = pretended.SIZES | {"vocab_size": 17, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = mocked_gpu.SIZES | {"vocab_size": 17, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
-    "qwen3_moe": {"tie_word_embeddings": False, **pretended.EXPERTS["qwen3_moe"]},
+    "qwen3_moe": {"tie_word_embeddings": False, **mocked_gpu.EXPERTS["qwen3_moe"]},
 }
 MEETINGS = count()
 STORE = sys.argv[3]
@@ -202,7 +202,7 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
     assert cpu.ON_CPU
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        pretended.pretend(patch, pretended.H100, count=ranks)
+        mocked_gpu.pretend(patch, mocked_gpu.H100, count=ranks)
         patch.setattr(model_module, "host", SimpleNamespace(ON_CPU=False))  # layers as on a GPU
         patch.setattr(fake_quantized_module, "ROWS", 5)  # a layer's tokens in several blocks
         for number, family in enumerate(FAMILIES):

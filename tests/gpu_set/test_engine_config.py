@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pretended
+import mocked_gpu
 import pytest
-from pretended import B200, H100, Device
+from mocked_gpu import B200, H100, Device
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.utils import request_memory
 
@@ -33,7 +33,7 @@ COLOCATED = [path for path in RECIPES if load(path).sampler.sleep != Sleep.none]
 
 def engine_config(config: Config, folder: Path, device: Device, patch: pytest.MonkeyPatch) -> Any:
     """As the engine's own process would make it."""
-    pretended.pretend(patch, device)
+    mocked_gpu.pretend(patch, device)
     model = folder / "model"
     model.mkdir()
     shutil.copy(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pretended
+import mocked_gpu
 import pytest
 
 HERE = Path(__file__).parent
@@ -27,7 +27,7 @@ def ranks(
     folder = tmp_path_factory.mktemp("ranks")
     count = request.param
     helpers = (HERE.parents[1], HERE, HERE.parent / "learner", HERE.parent)
-    environment = {**pretended.environment(*helpers), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**mocked_gpu.environment(*helpers), "GLOO_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(count):
         command = [
@@ -54,7 +54,7 @@ def test_every_weight_is_in_the_table_and_marked(family: str, ranks: list[dict[s
         assert (about["missing"], about["extra"]) == ([], [])
         assert "TELayerNormColumnParallelLinear" in about["kinds"]
         assert "TEDotProductAttention" in about["kinds"]
-        assert ("TEGroupedMLP" in about["kinds"]) == (family in pretended.EXPERTS)
+        assert ("TEGroupedMLP" in about["kinds"]) == (family in mocked_gpu.EXPERTS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pretended
+import mocked_gpu
 import pytest
 import torch
-from pretended import EXPERTS, SIZES
+from mocked_gpu import EXPERTS, SIZES
 from simulated import hf_config, local_parameters, random_hf
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
@@ -116,8 +116,8 @@ def engine(
 ) -> Iterator[Engine]:
     torch._dynamo.config.disable = True  # its compiler asks the driver
     patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
-    pretended.pretend(patch, pretended.H100)
-    pretended.tensors_on_host(patch)
+    mocked_gpu.pretend(patch, mocked_gpu.H100)
+    mocked_gpu.tensors_on_host(patch)
     hf = hf_config(
         family, architectures=[f"{NAMES[family]}ForCausalLM"], **SIZES | EXPERTS.get(family, {})
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import pretended
+import mocked_gpu
 import pytest
 import torch
 
@@ -67,7 +67,7 @@ def test_it_imports_in_a_process_of_its_own(module: str) -> None:
     command = [sys.executable, "-c", f"import torch, {module}"]
     done = subprocess.run(
         command,
-        env=pretended.environment(ROOT),
+        env=mocked_gpu.environment(ROOT),
         capture_output=True,
         text=True,
     )
@@ -79,7 +79,7 @@ def test_a_rank_s_imports_leave_the_devices_to_the_engine() -> None:
     said = "import torch, megatron_rl.learner.modules.cpu, megatron_rl.train; assert not torch.cuda.is_initialized()"
     done = subprocess.run(
         [sys.executable, "-c", said],
-        env=pretended.environment(ROOT),
+        env=mocked_gpu.environment(ROOT),
         capture_output=True,
         text=True,
     )

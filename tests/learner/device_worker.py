@@ -26,7 +26,7 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.weight_sync.export import export_hf
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.weight_sync.whole_source import WholeSource
+from megatron_rl.weight_sync.unsharded_source import UnshardedSource
 
 
 def whole(learner: Learner, job: Fields) -> Fields:
@@ -65,7 +65,7 @@ def whole(learner: Learner, job: Fields) -> Fields:
     again_N = learner.logprobs(batch)
     assert isinstance(sync.transport, FilePush)
     (source,) = sync.transport._sources.values()
-    carried = [_carried(learner, WholeSource(source, everywhere=True)) for _ in range(2)]
+    carried = [_carried(learner, UnshardedSource(source, everywhere=True)) for _ in range(2)]
     steps.append(update(learner, batch, targets))
     export_hf(learner, root, root / "model")
     trained_N = learner.logprobs(batch)
@@ -87,7 +87,7 @@ def _pushed(sync: WeightSync, receiver: Receiver, version: int) -> dict[str, flo
     return {name: float(values.float().abs().sum()) for name, values in receiver.tensors.items()}
 
 
-def _carried(learner: Learner, whole: WholeSource) -> dict[str, float]:
+def _carried(learner: Learner, whole: UnshardedSource) -> dict[str, float]:
     """The magnitudes of what `nccl` and `ipc` would carry, which has to lie on the device."""
     whole.begin(dict(learner.named_parameters()))
     found = {}

@@ -28,7 +28,7 @@ from learner_cases import (
     with_kept,
 )
 from lora_worker import adapted, write_state
-from pretended_device import on_device
+from mocked_device import on_device
 from replicas_worker import replicas
 from routing_worker import faulty, mixture, routed
 from safetensors.torch import load_file, save_file

@@ -1,6 +1,6 @@
 """The learner on a mocked device: equal numbers, and no mixed CPU and device tensors.
 
-Weights, gradients, optimizer, packs and loss are on the device (pretended_device.py), and syncs and
+Weights, gradients, optimizer, packs and loss are on the device (mocked_device.py), and syncs and
 checkpoints are made from them.
 """
 

@@ -30,7 +30,7 @@ class Script:
     def __init__(self, *groups: str) -> None:
         self.groups = list(groups)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> ImmediateStream:
         return ImmediateStream(
             lambda prompts, first: self.generate(
                 prompts, params, seed=seed, first_group=first, step=step

@@ -34,7 +34,7 @@ class Source:
         self._random = random.Random(seed)
         self._dull = dull
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
         return Stream(self, params.samples, self._random, self._dull)
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
@@ -139,7 +139,7 @@ def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> No
 
 
 class Whole(Source):
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
+    def stream(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
         return WholeRounds(self, params.samples, self._random, self._dull)
 
 

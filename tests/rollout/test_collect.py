@@ -145,7 +145,7 @@ def test_a_session_is_scored_by_its_last_response_however_this_branch_ended() ->
 
 def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
     params = sampling_params(RolloutSection(max_response_tokens=3), (1,))
-    asked = DatasetResponses(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(
+    asked = DatasetResponses(SimpleNamespace(encode=lambda text: [*map(ord, text)])).stream(
         params, seed=0, step=4
     )
     asked.add([Prompt(0, (1,), "", {"answer": text}) for text in ("ab", "abc")], 0)

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.loss.prox_pass import of_the_whole_batch
+from megatron_rl.loss.prox_pass import whole_batch_terms
 from megatron_rl.rollout_correction.correction import correct, without_stale
 
 
@@ -115,9 +115,9 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
 
 
 def test_an_age_is_known_before_the_learner_has_scored_anything() -> None:
-    assert not list(of_the_whole_batch(stale(high=0)))
+    assert not list(whole_batch_terms(stale(high=0)))
     assert list(
-        of_the_whole_batch(
+        whole_batch_terms(
             CorrectionConfig(reject=[RejectRule(stat=Stat.k1, reduce="mean", high=0.1)])
         )
     )

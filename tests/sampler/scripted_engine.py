@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.readiness import SyncState
 from megatron_rl.sampler.client.interface import (
-    EngineGone,
+    EngineUnavailable,
     Kind,
     Look,
     Part,
@@ -52,7 +52,7 @@ class ScriptedEngine:
     working: int = 0
     most: int = 0  # samples at once
     staged: int | None = None
-    stands: bool = False
+    paused: bool = False
     received: dict[UpdateStep, dict[str, Any]] = field(default_factory=dict)
 
     async def generate(
@@ -77,7 +77,7 @@ class ScriptedEngine:
         finally:
             self.working -= 1
         if dies:
-            raise EngineGone(f"{self.name}: killed")
+            raise EngineUnavailable(f"{self.name}: killed")
         if tuple(tokens) == self.refused:
             raise RequestRefused(f"{self.name} refused: {tokens[0]} is beyond the vocabulary")
         drawn = self.table.get(tuple(tokens), [(tokens[-1], -1.0), (seed, -2.0)])
@@ -99,13 +99,13 @@ class ScriptedEngine:
         self.received[step] = arguments
         if step in ("start", "abort", "forget"):
             self.staged = None
-            self.stands = False
+            self.paused = False
         if step == "forget":
             self.version = NO_VERSION
         elif step == "stage":
             self.staged = arguments["update_info"]["policy_version"]
         elif step == "resume":
-            self.stands = False
+            self.paused = False
         elif step == "finish":
             await asyncio.sleep(self.load_s)
             if self.staged is None:
@@ -114,7 +114,7 @@ class ScriptedEngine:
                 )
             self.version = self.staged
             self.staged = None
-            self.stands = arguments.get("stand", False)
+            self.paused = arguments.get("pause", False)
             if step in self.fails:
                 await self._fail(step)
             return asdict(SyncState(self.version, False, 0.0, self.load_s, 1))
@@ -141,7 +141,7 @@ class ScriptedEngine:
     async def status(self) -> Mapping[str, Any]:
         return {
             "policy_version": self.version,
-            "torn": self.incomplete,
+            "incomplete": self.incomplete,
             "refusal": None,
             "longest": 48,
             "cache_tokens": 20,

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_engine import until
-from told_line import (
+from recorded_line import (
     NAME,
     PARAMS,
     SAMPLE,
@@ -22,13 +21,14 @@ from told_line import (
     sampled,
     with_replies,
 )
+from scripted_engine import until
 
 from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler.client import engine_client as module
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.interface import (
-    EngineGone,
-    NoAnswer,
+    EngineTimeout,
+    EngineUnavailable,
     RequestRefused,
     SamplerError,
 )
@@ -42,7 +42,7 @@ def lied(sample: dict[str, Any], params: SamplingParams = PARAMS) -> str:
     """Return the error about an engine with this reply."""
 
     async def use(engine: EngineClient) -> str:
-        with pytest.raises(EngineGone, match=r"^server 0 \(int8\)") as raised:
+        with pytest.raises(EngineUnavailable, match=r"^server 0 \(int8\)") as raised:
             await generate(engine, params)
         return str(raised.value)
 
@@ -105,9 +105,9 @@ def test_garbage(content: bytes) -> None:
             engine.status(),
         ]
         said = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(one) for one in said} == {EngineGone}
+        assert {type(one) for one in said} == {EngineUnavailable}
         assert all(str(one).startswith(NAME) and len(str(one)) < 400 for one in said)
-        with pytest.raises(EngineGone):
+        with pytest.raises(EngineUnavailable):
             await engine.status()
 
     with_replies(lambda frames: content, use)
@@ -179,8 +179,8 @@ def test_requests_and_cancellations_of_one_iteration_are_sent_together() -> None
         line = engine.line
         samples = [asyncio.ensure_future(generate(engine)) for _ in range(4)]
         await until(lambda: line.sent)
-        for given_up in (samples[:2], samples[2:3]):
-            for one in given_up:
+        for failed in (samples[:2], samples[2:3]):
+            for one in failed:
                 one.cancel()
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -210,7 +210,7 @@ def test_a_request_has_everything_that_a_sample_depends_on() -> None:
     del wanted["samples"]
 
     async def use(engine: EngineClient) -> None:
-        with pytest.raises(EngineGone):  # the reply has no candidates
+        with pytest.raises(EngineUnavailable):  # the reply has no candidates
             await generate(engine, params)
         (asked,) = engine.line.sent
         assert asked["arguments"] == wanted
@@ -241,9 +241,11 @@ def test_every_request_has_a_limit(clock: SimpleNamespace) -> None:
             asked = asyncio.ensure_future(ask)
             await asyncio.sleep(0)
             clock.s += 30
-            with pytest.raises(NoAnswer, match=rf"`{method}` within sampler\.request_timeout_s=30"):
+            with pytest.raises(
+                EngineTimeout, match=rf"`{method}` within sampler\.request_timeout_s=30"
+            ):
                 await asked
-        with pytest.raises(NoAnswer, match=r"`start` within sampler\.start_timeout_s=0\.2"):
+        with pytest.raises(EngineTimeout, match=r"`start` within sampler\.start_timeout_s=0\.2"):
             await engine.start({}, 0.2)
 
     with_replies(lambda frames: None, use)
@@ -278,7 +280,7 @@ async def gone(engine: EngineClient, last: asyncio.Future[Any], clock: SimpleNam
     clock.s += 30
     await until(lambda: line.sent[-1]["method"] == "status")
     clock.s += module.HEALTH_TIMEOUT_S
-    with pytest.raises(NoAnswer, match=r"sampler\.request_timeout_s=30"):
+    with pytest.raises(EngineTimeout, match=r"sampler\.request_timeout_s=30"):
         await last
 
 
@@ -297,7 +299,7 @@ def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace) -> None:
             await until(lambda asked=asked: len(line.sent) > asked)
             line.received(replied(line.sent[-1:], {"written": written}))
             await asyncio.sleep(0.01)
-        with pytest.raises(NoAnswer, match="finished no response"):
+        with pytest.raises(EngineTimeout, match="finished no response"):
             await sample
 
     with_replies(lambda frames: None, use)

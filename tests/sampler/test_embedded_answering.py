@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    yield from start_live(tmp_path_factory.mktemp("answering"), Format.none, tied=True, seed=1)
+    yield from start_live(tmp_path_factory.mktemp("stream"), Format.none, tied=True, seed=1)
 
 
 def versions_of(rollouts: list[Rollout]) -> set[int]:

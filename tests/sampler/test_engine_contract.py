@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.client.interface import Engine, EngineGone, SamplerError
+from megatron_rl.sampler.client.interface import Engine, EngineUnavailable, SamplerError
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Completion, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
@@ -58,14 +58,14 @@ class Subject:
     def version(self) -> int:
         return self.run(self.engine.status())["policy_version"]
 
-    def tell(self, step: str, **arguments: Any) -> dict[str, Any]:
+    def request(self, step: str, **arguments: Any) -> dict[str, Any]:
         return dict(self.run(self.engine.update(step, **arguments)))
 
     def update(self, **how: bool) -> int:
-        self.tell("start")
-        self.tell("stage", update_info=self.write(self.version + 1))
-        self.tell("await")
-        return self.tell("finish", **how)["policy_version"]
+        self.request("start")
+        self.request("stage", update_info=self.write(self.version + 1))
+        self.request("await")
+        return self.request("finish", **how)["policy_version"]
 
 
 @pytest.fixture(scope="module", params=["scripted", *REAL], ids=str)
@@ -147,11 +147,11 @@ def test_many_are_drawn_side_by_side_and_cancelled_ones_leave_nothing(subject: S
 
 def test_an_update_is_served_once_it_is_finished(subject: Subject) -> None:
     before = subject.version
-    subject.tell("start")
-    subject.tell("stage", update_info=subject.write(before + 1))
-    subject.tell("await")
+    subject.request("start")
+    subject.request("stage", update_info=subject.write(before + 1))
+    subject.request("await")
     assert subject.version == before
-    assert subject.tell("finish")["policy_version"] == subject.version == before + 1
+    assert subject.request("finish")["policy_version"] == subject.version == before + 1
     assert subject.draw().policy_version == before + 1
 
 
@@ -168,16 +168,16 @@ def test_a_refused_update_changes_nothing(subject: Subject) -> None:
     version = subject.version
     before = essence(subject.draw())
     with pytest.raises(WeightSyncError):
-        subject.tell("finish")
-    subject.tell("start")
+        subject.request("finish")
+    subject.request("start")
     if isinstance(subject.engine, ScriptedEngine):
         subject.engine.fails = {"await": WeightSyncError("corrupt tensor")}
-    subject.tell("stage", update_info=subject.write(version + 1, whole=False))
+    subject.request("stage", update_info=subject.write(version + 1, whole=False))
     with pytest.raises(WeightSyncError, match="corrupt tensor"):
-        subject.tell("await")
+        subject.request("await")
     if isinstance(subject.engine, ScriptedEngine):
         subject.engine.fails = {}
-    subject.tell("abort")
+    subject.request("abort")
     assert (subject.version, essence(subject.draw())) == (version, before)
     assert subject.update() == version + 1
 
@@ -211,5 +211,5 @@ def test_nothing_is_answered_after_the_end(subject: Subject) -> None:
     """Last."""
     subject.run(subject.engine.close())
     if not isinstance(subject.engine, ScriptedEngine):
-        with pytest.raises(EngineGone):
+        with pytest.raises(EngineUnavailable):
             subject.draw(version=0)

@@ -111,17 +111,17 @@ def test_the_key_is_in_no_command_line_and_no_log(far):
 
 def test_groups_come_as_they_finish(live):
     held, other = live.replicas
-    answering = live.sampler.answering(SAMPLING, seed=1)
-    assert answering.finished() == []
+    stream = live.sampler.stream(SAMPLING, seed=1)
+    assert stream.finished() == []
     with live.paused(held):
-        answering.add(MANY[:20], 0)
-        parts = [answering.finished()]
+        stream.add(MANY[:20], 0)
+        parts = [stream.finished()]
         assert held.load, "its requests are open, and no caller waits for them"
         assert {r.format for group in parts[0] for r in group} == {other.format}
-    answering.add(MANY[20:40], 20)
+    stream.add(MANY[20:40], 20)
     while parts[-1]:
-        parts.append(answering.finished())
-    answering.close()
+        parts.append(stream.finished())
+    stream.close()
     groups = sorted((group for part in parts for group in part), key=lambda group: group[0].group)
     assert [[(r.group, r.sample) for r in group] for group in groups] == [
         [(g, 0), (g, 1)] for g in range(40)
@@ -129,13 +129,13 @@ def test_groups_come_as_they_finish(live):
 
 
 def test_closing_ends_what_the_servers_work_on(live):
-    answering = live.sampler.answering(LONG, seed=2)
+    stream = live.sampler.stream(LONG, seed=2)
     with live.paused(live.replicas[0]), live.paused(live.replicas[1]):
-        answering.add(MANY, 0)
+        stream.add(MANY, 0)
         wait_for(lambda: all(one.running and one.load for one in live.replicas))
-        answering.close()
+        stream.close()
     wait_for(lambda: live.open() == [0, 0])
-    assert answering.finished() == []
+    assert stream.finished() == []
     assert not any(one.running or one.load for one in live.replicas)
 
 

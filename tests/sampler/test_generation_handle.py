@@ -27,7 +27,7 @@ def prompts(*numbers: int) -> list[Prompt]:
     return [Prompt(number, (number,), "", {}) for number in numbers]
 
 
-def answering(loop: EventLoopThread) -> GenerationHandle:
+def stream(loop: EventLoopThread) -> GenerationHandle:
     """Prompt 5 is refused; prompt 6 is never answered."""
 
     async def answer(prompt: Prompt, group: int) -> list[Rollout]:
@@ -42,7 +42,7 @@ def answering(loop: EventLoopThread) -> GenerationHandle:
 
 
 def test_every_group_comes_once_and_then_none(loop: EventLoopThread) -> None:
-    asked = answering(loop)
+    asked = stream(loop)
     assert asked.finished() == []
     asked.add(prompts(1, 2), 10)
     found = asked.finished()
@@ -53,7 +53,7 @@ def test_every_group_comes_once_and_then_none(loop: EventLoopThread) -> None:
 
 
 def test_what_is_complete_comes_before_an_error_which_stays(loop: EventLoopThread) -> None:
-    asked = answering(loop)
+    asked = stream(loop)
     asked.add(prompts(5, 1, 2), 0)
     found = 0
     while found < 2:
@@ -65,7 +65,7 @@ def test_what_is_complete_comes_before_an_error_which_stays(loop: EventLoopThrea
 
 @pytest.mark.parametrize("how", ["it is closed", "its loop ends"])
 def test_a_waiting_call_returns_at_the_end(loop: EventLoopThread, how: str) -> None:
-    asked = answering(loop)
+    asked = stream(loop)
     asked.add(prompts(6), 0)
 
     async def end() -> None:

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from told_line import NAME, Frames, encode, generate, replied, sampled, with_replies
+from recorded_line import NAME, Frames, encode, generate, replied, sampled, with_replies
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.sampler.client import lines as module
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.interface import EngineGone, SamplerError
+from megatron_rl.sampler.client.interface import EngineUnavailable, SamplerError
 from megatron_rl.sampler.client.lines import PortLine, SocketLine
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
@@ -50,8 +50,10 @@ def test_the_end_reaches_everybody_once(ours: bool, said: str) -> None:
         asked = asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.to_thread(theirs.receive, 60)
         await engine.close() if ours else theirs.close()
-        assert {(type(one), str(one)) for one in await asked} == {(EngineGone, f"engine: {said}")}
-        with pytest.raises(EngineGone, match=said):
+        assert {(type(one), str(one)) for one in await asked} == {
+            (EngineUnavailable, f"engine: {said}")
+        }
+        with pytest.raises(EngineUnavailable, match=said):
             await engine.status()
         if ours:
             with pytest.raises(ChannelClosed):
@@ -145,7 +147,7 @@ def test_a_lost_connection_is_tried_again(end: str) -> None:
     assert behind_a_port([end, replied], once) == 2
     assert behind_a_port([replied, end, replied], twice) == 3
     assert behind_a_port([end, replied, end, replied], twice) == 4
-    with pytest.raises(EngineGone, match="lost twice"):
+    with pytest.raises(EngineUnavailable, match="lost twice"):
         behind_a_port([end, end, replied], once)
 
 
@@ -161,7 +163,7 @@ def test_samples_that_fail_behind_a_door_are_the_engine_s_fault() -> None:
             ]
         )
 
-    with pytest.raises(EngineGone, match="`generate` failed: RuntimeError: CUDA"):
+    with pytest.raises(EngineUnavailable, match="`generate` failed: RuntimeError: CUDA"):
         behind_a_port([failing], once)
     with pytest.raises(SamplerError, match="`generate` failed: RuntimeError: CUDA") as raised:
         with_replies(failing, generate)
@@ -171,7 +173,7 @@ def test_samples_that_fail_behind_a_door_are_the_engine_s_fault() -> None:
 @pytest.mark.fault("a connection ends and the server's process has ended", "no second try")
 def test_a_terminated_process_gets_no_second_request() -> None:
     async def use(engine: EngineClient, asked: list[Frames]) -> int:
-        with pytest.raises(EngineGone, match=r"server 0 \(int8\): http.*Connect"):
+        with pytest.raises(EngineUnavailable, match=r"server 0 \(int8\): http.*Connect"):
             await once(engine, asked)
         return len(asked)
 
@@ -183,7 +185,7 @@ def test_a_terminated_process_gets_no_second_request() -> None:
 )
 def test_a_server_in_the_place_of_another_is_a_stranger() -> None:
     async def use(engine: EngineClient, asked: list[Frames]) -> int:
-        with pytest.raises(EngineGone, match="its place"):
+        with pytest.raises(EngineUnavailable, match="its place"):
             await once(engine, asked)
         return len(asked)
 
@@ -197,7 +199,7 @@ def test_loading_weights_is_asked_for_once() -> None:
         await engine.open()
         sample = asyncio.ensure_future(generate(engine))
         await asyncio.sleep(0)
-        with pytest.raises(EngineGone, match="`finish_weight_update`"):
+        with pytest.raises(EngineUnavailable, match="`finish_weight_update`"):
             await engine.update("finish")
         await sample
         return [[frame["method"] for frame in frames] for frames in asked]
@@ -215,7 +217,7 @@ def test_loading_weights_is_asked_for_once() -> None:
     "head", [b"\x82\x7f" + struct.pack(">Q", LONGEST_TRANSMISSION + 1), b"\xc2\x05"]
 )
 def test_a_transmission_has_a_limit_and_is_not_packed(head: bytes) -> None:
-    with pytest.raises(EngineGone, match=r"\((1002|1009)\)"):
+    with pytest.raises(EngineUnavailable, match=r"\((1002|1009)\)"):
         behind_a_port([head + b"abcde"], once)
 
 
@@ -257,12 +259,12 @@ def test_a_given_server_is_looked_at_before_it_serves(monkeypatch: pytest.Monkey
         )
 
     connecting("", 48)
-    with pytest.raises(EngineGone, match="megatron-rl serve"):
+    with pytest.raises(EngineUnavailable, match="megatron-rl serve"):
         connecting("k" * 32, 48)
-    with pytest.raises(EngineGone, match=r"47 tokens.* 48"):
+    with pytest.raises(EngineUnavailable, match=r"47 tokens.* 48"):
         connecting("", 47)
-    with pytest.raises(EngineGone, match=r"sampler\.start_timeout_s=0; .*503"):
+    with pytest.raises(EngineUnavailable, match=r"sampler\.start_timeout_s=0; .*503"):
         connecting("", 48, health=(503, {}))
     monkeypatch.setattr(module, "OPEN_S", 0.1)
-    with pytest.raises(EngineGone, match=r"0\.1 s"):
+    with pytest.raises(EngineUnavailable, match=r"0\.1 s"):
         connecting("", 48, instances=[b""])

@@ -74,12 +74,12 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
     """
     live.update(1)
     old = ask(live)
-    answering = live.sampler.answering(PARAMS, seed=5)
-    answering.add([PROMPT] * 4, 0)
+    stream = live.sampler.stream(PARAMS, seed=5)
+    stream.add([PROMPT] * 4, 0)
     live.until_open()
     live.update(2)
     new = ask(live)
-    begun = [one for group in rest(answering).values() for one in group]
+    begun = [one for group in rest(stream).values() for one in group]
     live.update(2)
     assert [one.token_ids for one in new] == [one.token_ids for one in ask(live)]
     assert {one.policy_version for one in new} == {live.sampler.policy_version - 1}
@@ -91,7 +91,7 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
         if one.versions is None and one.policy_version == live.sampler.policy_version - 2
     ]
     assert late, "some had not begun"
-    fresh = live.sampler.answering(PARAMS, seed=5)
+    fresh = live.sampler.stream(PARAMS, seed=5)
     fresh.add([PROMPT] * 4, 0)
     whole = rest(fresh)
     same = [one.token_ids == whole[one.group][one.sample].token_ids for one in late]

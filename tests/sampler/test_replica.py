@@ -20,7 +20,7 @@ def test_what_is_asked_of_an_engine_ends_with_it(state: State) -> None:
         one.mark_down("killed")
         assert asked.cancelled()
         assert one.version == NO_VERSION
-        assert (one.reason == "killed") == (state is not State.given_up)
+        assert (one.reason == "killed") == (state is not State.failed)
 
     asyncio.run(use())
 

@@ -45,10 +45,10 @@ def test_it_comes_back_with_its_weights(
 
     # it answers nothing before it is killed
     os.kill(live.sampler.replicas[0].process.pid, signal.SIGSTOP)
-    answering = live.sampler.answering(LONG, seed=1)
-    answering.add(PROMPTS, 0)
+    stream = live.sampler.stream(LONG, seed=1)
+    stream.add(PROMPTS, 0)
     live.kill()
-    groups = rest(answering)
+    groups = rest(stream)
     assert essence(one for number in sorted(groups) for one in groups[number]) == first
     assert live.sampler.stats.restarts == 2
 

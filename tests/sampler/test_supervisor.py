@@ -11,7 +11,7 @@ from scripted_engine import HANG_S, replica, until
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler import supervisor as module
 from megatron_rl.sampler.client.engine_process import ProcessSettings
-from megatron_rl.sampler.client.interface import EngineGone, Look
+from megatron_rl.sampler.client.interface import EngineUnavailable, Look
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import MAX_RESTARTS, POLL_S, SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
@@ -48,7 +48,7 @@ def watched(*looks: Look) -> tuple[str, list[str]]:
 
     async def use(state: SamplerState) -> str:
         one = replica("server 0", looks=list(looks))
-        return await over(one, state)._until_gone(lambda: not one.engine.looks)
+        return await over(one, state)._until_down(lambda: not one.engine.looks)
 
     return run(use)
 
@@ -95,8 +95,8 @@ def test_a_hang_during_a_re_sync_is_noticed():
     async def use(state: SamplerState) -> None:
         one = replica("server 0", looks=[HUNG] * 3, fails={"forget": None})
         supervisor = over(one, state)
-        with pytest.raises(EngineGone, match="hung"):
-            await supervisor._unless_gone(supervisor._make_current())
+        with pytest.raises(EngineUnavailable, match="hung"):
+            await supervisor._unless_down(supervisor._make_current())
 
     run(use)
 
@@ -169,7 +169,7 @@ def test_restarts_are_limited_and_each_is_reported(restarts, fails, why, events)
         seen = []
         await updated(state, 4)
         state.transport = Transport.file if restarts else Transport.nccl
-        listening = SimpleNamespace(notify=lambda: seen.append((one.ready, one.given_up)))
+        listening = SimpleNamespace(notify=lambda: seen.append((one.ready, one.failed)))
         state.dispatchers.append(listening)
         supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
         supervisor.start_process = lambda: setattr(one, "process", dying(one))
@@ -201,7 +201,7 @@ def test_nothing_starts_beside_a_learner_that_works():
 
         async def bring_up() -> None:
             began.append(state.asleep)
-            raise EngineGone("it cannot start here")
+            raise EngineUnavailable("it cannot start here")
 
         supervisor._bring_up = bring_up
         updates = Updates([replica("engine 1")], state)

@@ -10,13 +10,13 @@ import pytest
 from scripted_engine import HANG_S, ScriptedEngine, replica, until
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.client.interface import EngineUnavailable, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import Replica, State
 from megatron_rl.sampler.supervisor import SamplerState
 from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-GONE = EngineGone("killed")
+GONE = EngineUnavailable("killed")
 REFUSED = WeightSyncError("corrupt tensor")
 
 
@@ -66,7 +66,7 @@ def swapped(
 
     state, result = run(use)
     assert not any(one.state is State.updating for one in replicas)
-    assert not any(one.ready and one.engine.stands for one in replicas), "left standing"
+    assert not any(one.ready and one.engine.stands for one in replicas), "left paused"
     return state, replicas, events, result
 
 
@@ -147,7 +147,7 @@ def test_what_one_engine_refuses_is_loaded_by_none(step):
 
 @pytest.mark.fault(
     "a server cannot load an update that another has loaded",
-    "it goes on with the version before; the other is taken out, with what it was answering",
+    "it goes on with the version before; the other is taken out, with what it was stream",
 )
 def test_weights_that_are_taken_back_reach_no_answer():
     state, (first, refusing), events, error = swapped({}, failing("finish", REFUSED))

@@ -9,7 +9,7 @@ from helpers import write_lines
 from megatron_rl.checkpoint.checkpoints import path_of
 from megatron_rl.config.schema import CheckpointSection, Config, IfExists, RunSection
 from megatron_rl.supervision import attempts
-from megatron_rl.supervision.attempts import keep_going, worth_it
+from megatron_rl.supervision.attempts import run_attempts, should_retry
 from megatron_rl.tracking.run_dir import RunDir, open_run
 from megatron_rl.tracking.status import mark_status, read_status
 
@@ -44,7 +44,7 @@ class Run:
         return status
 
     def go(self, count: int) -> int:
-        return keep_going(self.start, self.config, count, self.said.append)
+        return run_attempts(self.start, self.config, count, self.said.append)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_when_a_job_is_queued_again(
     if kept:
         path_of(RunDir(tmp_path).checkpoints, kept).mkdir(parents=True)
     mark_status(tmp_path, state, "why it ended", resumes_after=resumed)
-    is_worth_it, why = worth_it(tmp_path, states.split())
+    is_worth_it, why = should_retry(tmp_path, states.split())
     assert is_worth_it is again
     assert "why it ended" in why
 
@@ -133,6 +133,6 @@ def test_a_start_that_did_not_come_to_its_run(
     path_of(RunDir(tmp_path).checkpoints, 4).mkdir(parents=True)
     mark_status(tmp_path, "failed", "why it ended", restarts="1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert worth_it(tmp_path, ["failed"])[0]
+    assert should_retry(tmp_path, ["failed"])[0]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert not worth_it(tmp_path, ["failed"])[0]
+    assert not should_retry(tmp_path, ["failed"])[0]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from preloaded import Process
 
-from megatron_rl.distributed import receive_size, tell_to_wait, waited_for
+from megatron_rl.distributed import receive_size, set_wait_policy, waited_for
 from megatron_rl.processes import heartbeat
 from megatron_rl.processes.heartbeat import Heartbeat, file_of
 from megatron_rl.processes.process import SHOW_STACKS
@@ -35,7 +35,7 @@ def main(rank: int, folder: Path) -> None:
     faulthandler.register(SHOW_STACKS, all_threads=True, file=(folder / f"stacks_{rank}").open("w"))
     heartbeat.BEAT_S = 0.5
     beats = Heartbeat(folder, rank)
-    beats.each.append(tell_to_wait)
+    beats.each.append(set_wait_policy)
     beats.start()
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group(

@@ -219,7 +219,7 @@ def test_where_a_run_goes_on_its_accuracies_are_those_of_all_attempts() -> None:
         for step, rate in enumerate((0.5, 0.9, 0.99))
     ]
     alarms = Alarms()
-    alarms.goes_on(earlier, step=1)
+    alarms.restore(earlier, step=1)
     assert (alarms.past.first[ACCURACY].value, alarms.past.best[ACCURACY].value) == (0.5, 0.9)
     assert evaluated(alarms, 0.2) == [("accuracy", True, 0)]
 

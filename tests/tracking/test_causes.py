@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.checkpoints import TornCheckpoint
+from megatron_rl.checkpoint.checkpoints import IncompleteCheckpoint
 from megatron_rl.config import ConfigError, all_keys
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.rewards.pool import RewardsHang
 from megatron_rl.rollout.collect import RewardError
-from megatron_rl.sampler.client.interface import NoAnswer, SamplerError
+from megatron_rl.sampler.client.interface import EngineTimeout, SamplerError
 from megatron_rl.tracking import causes
 from megatron_rl.tracking.alarms import RULES
 from megatron_rl.tracking.causes import Cause, of_error, of_exit, read_end, write_end
@@ -26,7 +26,7 @@ from megatron_rl.weight_sync.probe import SyncMismatch
 
 HINTED = (
     ConfigError,
-    TornCheckpoint,
+    IncompleteCheckpoint,
     NonFiniteError,
     RecordLost,
     RewardError,
@@ -59,7 +59,7 @@ def test_advice(error: Exception, name: str, advice: str) -> None:
 
 
 def test_the_process_that_failed_is_named() -> None:
-    assert of_error(NoAnswer("x"), "rank 0").process == SamplerError.process
+    assert of_error(EngineTimeout("x"), "rank 0").process == SamplerError.process
     assert Cause.read({"class": [], "advice": {}}) is not None  # of another's status.json
     assert Cause.read(None) is None
 

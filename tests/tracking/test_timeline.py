@@ -27,7 +27,7 @@ def lanes(tmp_path: Path) -> Path:
                 ],
             )
         )
-    path = tmp_path / "lanes.jsonl"
+    path = tmp_path / "timeline.jsonl"
     path.write_text("\n".join([*lines, lines[0][:20], ""]))  # with an incomplete one
     return path
 
@@ -46,4 +46,4 @@ def test_some_steps_of_the_middle_are_shown_with_what_else_happened_then(lanes: 
 
 
 def test_a_run_without_lanes(tmp_path: Path) -> None:
-    assert read_lanes(tmp_path / "lanes.jsonl") == []
+    assert read_lanes(tmp_path / "timeline.jsonl") == []

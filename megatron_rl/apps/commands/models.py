@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import command, folder_name, overrides, rewards_beside
 from megatron_rl.config import ConfigError, load, recorded_config
+from megatron_rl.logs import logger
 from megatron_rl.processes.process import printable
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ UNUSED = (
 )
 
 
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+note = logger("model").info
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
         path = Path(recipe.model.path)
     stored = find(path, recorded_config(run / "config.yaml") if run else recipe, options.hf)
     if stored.note:
-        note(f"note: {stored.note}")
+        note(stored.note)
     try:
         yield settings(run, stored, options.format, [*without, *options.overrides], recipe), stored
     except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
@@ -140,7 +140,7 @@ def _eval(options: argparse.Namespace) -> int:
         config = with_sets(config, options.sets)
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
         for line in check_alone(config, stored.base, environment):
-            note(f"note: {line}")
+            note(line)
         print(measure(config, stored, folder, note))
         print(f"pass rates, prompt by prompt: {folder}")
     return 0
@@ -148,7 +148,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     with opened(options, *UNUSED) as (config, stored):
-        from megatron_rl.apps.evaluation.chat import Unanswered, begun
+        from megatron_rl.apps.evaluation.chat import ChatError, begun
         from megatron_rl.preflight.checks import check_alone
 
         once = options.prompt
@@ -161,7 +161,7 @@ def _chat(options: argparse.Namespace) -> int:
             if once is not None:
                 try:
                     print(chat.answer(once))
-                except Unanswered as error:
+                except ChatError as error:
                     raise ConfigError(f"-p: {error}") from None
                 return 0
             _talk(chat)
@@ -188,7 +188,7 @@ def _check_text(text: str) -> None:
 
 
 def _talk(chat: Any) -> None:
-    from megatron_rl.apps.evaluation.chat import Unanswered
+    from megatron_rl.apps.evaluation.chat import ChatError
 
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited
@@ -211,7 +211,7 @@ def _talk(chat: Any) -> None:
             try:
                 _check_text(text)
                 print(printable(chat.answer(text)))
-            except (ConfigError, Unanswered) as error:
+            except (ConfigError, ChatError) as error:
                 print(f"error: {error}")
 
 
@@ -244,7 +244,7 @@ def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     names = {format: name for name, format in FORMATS.items()}
     options.format = options.format or names[recorded.quantization.format]
     if recorded.quantization.smoothing:
-        note("note: the engine is served without the run's quantization.smoothing")
+        note("the engine is served without the run's quantization.smoothing")
     return [
         f"learner.forward={recorded.learner.forward.value}",
         f"learner.precision={recorded.learner.precision.value}",

@@ -92,7 +92,7 @@ def _describe(root: Path) -> str:
         try:
             found = checkpoints.verify(checkpoints.path_of(root, step))
             verdict = "whole"
-        except checkpoints.TornCheckpoint as error:
+        except checkpoints.IncompleteCheckpoint as error:
             rows.append((str(step), "", "", "", f"incomplete: {error}"))
             continue
         best = ""

@@ -19,7 +19,7 @@ from megatron_rl.apps.reports.pages import Named, Table
 from megatron_rl.apps.reports.report import about
 from megatron_rl.apps.reports.run_data import RunData
 from megatron_rl.apps.reports.sections import Panel
-from megatron_rl.files import write_whole
+from megatron_rl.files import write_atomic
 from megatron_rl.tracking.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
 
 ABREAST = 3  # charts in a row
@@ -45,7 +45,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
         each=_runs(comparison, {run.name: run for run in runs}, output),
         beside=about(runs) if 0 < len(runs) <= len(charts.PALETTE) else None,
     )
-    write_whole(output, html)
+    write_atomic(output, html)
 
 
 def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:

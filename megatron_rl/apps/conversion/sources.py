@@ -6,7 +6,6 @@ A source is a run, RUN@STEP, a checkpoint, or a Hugging Face or PEFT folder.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.logs import logger
 from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.model import read_hf_config
@@ -169,8 +169,7 @@ def _of_step(run: Path, step: int) -> Path:
     return checkpoints.verify(checkpoints.path_of(root, step)).path
 
 
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+note = logger("convert").info
 
 
 def digest(tensor: torch.Tensor) -> str:

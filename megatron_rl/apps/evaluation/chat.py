@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.apps.evaluation.stored_model import StoredModel, served
 from megatron_rl.config import ConfigError
-from megatron_rl.config.evaluation import longest_answer
+from megatron_rl.config.evaluation import max_response_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
@@ -24,7 +24,7 @@ from megatron_rl.environments.session import (
     PolicyClient,
     PolicyResponse,
     Rules,
-    TemplateRefuses,
+    TemplateError,
 )
 from megatron_rl.environments.templates import parser_of, problems
 from megatron_rl.preflight.checks import refuse
@@ -35,7 +35,7 @@ from megatron_rl.types import Prompt, SamplingParams
 AGAIN = "what is typed next begins another conversation"
 
 
-class Unanswered(ValueError):
+class ChatError(ValueError):
     """A text without a response, for example because of its length; the next one may have one."""
 
 
@@ -43,7 +43,7 @@ def sampling(config: Config, tokenizer: FolderTokenizer) -> SamplingParams:
     section = config.eval
     return SamplingParams(
         samples=1,
-        max_tokens=longest_answer(config.rollout, section),
+        max_tokens=max_response_tokens(config.rollout, section),
         temperature=section.temperature or 0.0,
         top_p=section.top_p,
         stop_token_ids=tokenizer.stop_token_ids,
@@ -68,7 +68,7 @@ class Chat:
         while len(ids := self._encoded(text)) > most:
             if not self.talks or len(self.messages) == 1:
                 self.messages.pop()
-                raise Unanswered(
+                raise ChatError(
                     f"this has {len(ids)} tokens, the engine takes {most}: raise "
                     "rollout.max_prompt_tokens"
                 )
@@ -171,22 +171,22 @@ class ToolChat:
             session.messages.append({"role": "user", "content": text})
         self._session = None  # unless it can be continued
         for _ in range(self._rules.section.max_turns):
-            answered = await self._asked(session)
-            said = answered.message["content"]
-            calls = answered.message.get("tool_calls", [])
+            response = await self._asked(session)
+            said = response.message["content"]
+            calls = response.message.get("tool_calls", [])
             if calls and said:
                 self.show(said)
             for one in calls:
                 written = json.dumps(one["function"]["arguments"], ensure_ascii=False)
                 self.show(f"-> {one['function']['name']} {written}")
             try:
-                more = await session.called(answered)
+                more = await session.called(response)
             except EnvironmentFailed as error:
-                raise Unanswered(f"environment.name: {error}; {AGAIN}") from None
+                raise ChatError(f"environment.name: {error}; {AGAIN}") from None
             if not more:
                 self._session = session
-                if answered.completion.finish_reason == "length":
-                    return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]"
+                if response.completion.finish_reason == "length":
+                    return f"{said}\n[cut: {len(response.completion.token_ids)} tokens]"
                 return said
             if not calls:
                 self.show(said)
@@ -208,7 +208,7 @@ class ToolChat:
         try:
             await session.begin(row)
         except EnvironmentFailed as error:
-            raise Unanswered(
+            raise ChatError(
                 f"environment.name: {error}; --row gives reset the columns that it reads"
             ) from None
         return session
@@ -218,11 +218,11 @@ class ToolChat:
             return await session.answer()
         except ContextFull:
             most = self._rules.context_tokens
-            raise Unanswered(
+            raise ChatError(
                 f"rollout.max_context_tokens: {most} are reached; raise it ({AGAIN})"
             ) from None
-        except TemplateRefuses as error:
-            raise Unanswered(f"{error}; {AGAIN}") from None
+        except TemplateError as error:
+            raise ChatError(f"{error}; {AGAIN}") from None
 
     def close(self) -> None:
         self.pool.close()  # first, so that running tools are terminated

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
 from megatron_rl.environments import sessions
 from megatron_rl.evaluation import Evaluator, Generates
-from megatron_rl.files import write_whole
+from megatron_rl.files import write_atomic
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
 from megatron_rl.tracking.console import table
@@ -89,7 +89,7 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
             )
             metrics |= (own := evaluator.metrics(groups))
             lines = [json.dumps(pass_rate(group)) for group in groups]
-            write_whole(folder / f"{_name(one)}.jsonl", "\n".join([*lines, ""]))
+            write_atomic(folder / f"{_name(one)}.jsonl", "\n".join([*lines, ""]))
             rows.append(_row(one, own))
     names = ("path", "samples", "temperature", "top_p", "max_tokens")
     asked = {
@@ -102,7 +102,7 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
         "metrics": metrics,
         "sets": asked,
     }
-    write_whole(folder / SUMMARY, json.dumps(about, indent=1) + "\n")
+    write_atomic(folder / SUMMARY, json.dumps(about, indent=1) + "\n")
     head = ("set", "prompts", "k", "avg@k", "pass@k", "maj@k", "tokens", "truncated")
     return "\n".join(table(head, rows))
 

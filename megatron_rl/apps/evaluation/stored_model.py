@@ -102,7 +102,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
                 )
                 break
         return StoredModel(model, model, path.name, note)
-    newest = next(checkpoints.whole_ones(root, lambda line: None), None)
+    newest = next(checkpoints.complete_checkpoints(root, lambda line: None), None)
     if newest is None:
         raise ConfigError(
             f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with "

@@ -1,5 +1,6 @@
 """Writes report.html into the directory of a run that has ended."""
 
+from megatron_rl.logs import logger
 from megatron_rl.tracking.run_dir import RunDir
 
 
@@ -11,10 +12,10 @@ def finish(run: RunDir) -> str:
     try:
         if not run.metrics.is_file() or not run.metrics.stat().st_size:
             return ""
-        print("report   being drawn", flush=True)
+        logger("report").info("drawing")
         from megatron_rl.apps.reports.report import write_report
 
         write_report([run.path], run.report)
     except Exception as error:
         return f"report.html was not written: {type(error).__name__}: {error}"
-    return f"report   {run.report}"
+    return f"report: {run.report}"

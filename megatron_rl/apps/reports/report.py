@@ -14,8 +14,8 @@ from megatron_rl.apps.reports.run_data import RunData, config_differences, load_
 from megatron_rl.apps.reports.sample_section import answers
 from megatron_rl.apps.reports.sections import sections, supervised
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.files import last_lines, write_whole
-from megatron_rl.tracking.alarms import RULES, Alarms, News
+from megatron_rl.files import last_lines, write_atomic
+from megatron_rl.tracking.alarms import RULES, AlarmEvent, Alarms
 from megatron_rl.tracking.causes import Cause
 from megatron_rl.tracking.console import duration
 from megatron_rl.tracking.metrics_file import MISMATCH, SAMPLE_SIZE
@@ -40,7 +40,7 @@ OF_SAMPLER = (
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
     """Write the page; return what of the directories cannot be read, which the page lists too."""
     runs = load_runs(run_dirs)
-    write_whole(output, page(runs))
+    write_atomic(output, page(runs))
     return _problems(runs)
 
 
@@ -173,7 +173,7 @@ def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
 def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
-        raised: list[tuple[News, str]] = []
+        raised: list[tuple[AlarmEvent, str]] = []
         with reading(RunDir(run.path).config, run.unreadable):
             raised = raised_alarms(run)
         for news, steps in raised:
@@ -183,18 +183,18 @@ def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def raised_alarms(run: RunData) -> list[tuple[News, str]]:
+def raised_alarms(run: RunData) -> list[tuple[AlarmEvent, str]]:
     """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
-    found: list[tuple[News, str]] = []
-    standing: dict[str, int] = {}  # alarm -> its place
+    found: list[tuple[AlarmEvent, str]] = []
+    active: dict[str, int] = {}  # alarm -> its place
     for line in run.lines:
         for news in alarms.after(line):
             if news.raised:
-                standing[news.alarm] = len(found)
+                active[news.alarm] = len(found)
                 found.append((news, f"from {news.step}"))
             else:
-                place = standing.pop(news.alarm)
+                place = active.pop(news.alarm)
                 first = found[place][0]
                 found[place] = (first, f"{first.step} to {news.step}")
     return found

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.files import read_json, read_whole
+from megatron_rl.files import read_bounded, read_json
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.tracking.console import table
 from megatron_rl.tracking.metrics_file import Curves, read_lines
@@ -105,7 +105,7 @@ class RunData(Curves):
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        path = RunDir(self.path).lanes
+        path = RunDir(self.path).timeline
         with reading(path, self.unreadable):
             return read_lanes(path)
         return []
@@ -168,7 +168,7 @@ def reading(path: Path, problems: list[str]) -> Iterator[None]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    found = read_yaml(read_whole(path).decode())
+    found = read_yaml(read_bounded(path).decode())
     if not isinstance(found, dict):
         raise TypeError(f"it holds {type(found).__name__}, not keys and values")
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, read_pickle
-from megatron_rl.files import read_json, read_whole
+from megatron_rl.files import read_bounded, read_json
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> dict[str, IndexedTensor]:
 
 
 def _content(path: Path) -> Made:
-    content = read_whole(path, LARGEST_INDEX)
+    content = read_bounded(path, LARGEST_INDEX)
     try:
         found = read_pickle(content, _NAMES)
     except ValueError as error:

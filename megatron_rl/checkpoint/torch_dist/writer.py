@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_rl.checkpoint.torch_dist.index import Entry
-from megatron_rl.files import fsync, write_whole
+from megatron_rl.files import fsync, write_atomic
 from megatron_rl.models.tensors import as_bytes, dtype_name, torch_dtype
 
 BACKEND = {
@@ -134,4 +134,4 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
     for name in ("common.pt", ".metadata"):
         fsync(folder / name)
     # last: without it there is no checkpoint
-    write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")
+    write_atomic(folder / "metadata.json", json.dumps(BACKEND) + "\n")

@@ -14,11 +14,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_rl.learner.modules.layers import Narrowed
+from megatron_rl.learner.modules.layers import StoredRounding
 from megatron_rl.learner.modules.linear import widen
 
 
-class HostRouter(TopKRouter):
+class CpuRouter(TopKRouter):
     """Router on CPUs: rounds the logits, and their FP32 weights, to the model's precision."""
 
     def gating(self, input: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class HostRouter(TopKRouter):
         return weights.to(input.dtype).float(), chosen
 
 
-class HostExperts(SequentialMLP):
+class CpuExperts(SequentialMLP):
     """Both products give FP32; what goes into the second is rounded, and what comes out when a
     token's are added.
     """
@@ -49,21 +49,21 @@ class HostExperts(SequentialMLP):
 
 def _output(expert: Any, x: Tensor) -> Tensor:
     return expert.linear_fc2(
-        Narrowed.apply(expert.activation_func(expert.linear_fc1(x)[0]), x.dtype)
+        StoredRounding.apply(expert.activation_func(expert.linear_fc1(x)[0]), x.dtype)
     )[0]
 
 
-class HostMixture(MoELayer):
+class CpuMoE(MoELayer):
     """Experts of all ranks are added in FP32, and rounded once."""
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        return Narrowed.apply(
+        return StoredRounding.apply(
             super().postprocess(output, shared_expert_output), self.config.params_dtype
         )
 
 
 def mixture(linear: MLPSubmodules) -> ModuleSpec:
     parts = MoESubmodules(
-        experts=ModuleSpec(module=HostExperts, submodules=linear), router=HostRouter
+        experts=ModuleSpec(module=CpuExperts, submodules=linear), router=CpuRouter
     )
-    return ModuleSpec(module=HostMixture, submodules=parts)
+    return ModuleSpec(module=CpuMoE, submodules=parts)

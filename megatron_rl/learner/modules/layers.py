@@ -225,7 +225,7 @@ class _Unpad(torch.autograd.Function):
         ), None
 
 
-class Narrowed(torch.autograd.Function):
+class StoredRounding(torch.autograd.Function):
     """FP32 rounded as vLLM's CPU kernels store it; the gradient passes unchanged."""
 
     @staticmethod
@@ -322,7 +322,7 @@ class PackedAttention(torch.nn.Module):
         out_NALD = scaled_dot_product_attention(
             query, key, value, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
         )
-        return Narrowed.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
+        return StoredRounding.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
 
 
 class PackedRows(PackedSeqParams):

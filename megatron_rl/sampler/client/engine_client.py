@@ -20,10 +20,10 @@ from megatron_rl.engine.readiness import LARGEST_ID, SyncState
 from megatron_rl.processes.channel import Refused, decode
 from megatron_rl.processes.heartbeat import mark
 from megatron_rl.sampler.client.interface import (
-    EngineGone,
+    EngineTimeout,
+    EngineUnavailable,
     Kind,
     Look,
-    NoAnswer,
     Part,
     RequestRefused,
     SamplerError,
@@ -63,7 +63,7 @@ class _Status(msgspec.Struct):
     """Status fields that the client acts on."""
 
     policy_version: Version = NO_VERSION
-    torn: bool = False
+    incomplete: bool = False
     refusal: str | None = None
     longest: int = 0
     cache_tokens: int = 0
@@ -92,7 +92,7 @@ class EngineClient:
         self._samples: set[int] = set()
         self._to_send: list[dict[str, Any]] = []
         self._cancelled: list[int] = []
-        self._gone: EngineGone | None = None
+        self._gone: EngineUnavailable | None = None
         # time of the last finished sample; value of `written` in the last status
         self._progress = 0.0
         self._written = -1
@@ -145,7 +145,7 @@ class EngineClient:
             completion: Completion = decode(value, Completion)
             self._check(completion, params, len(tokens))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise EngineGone(
+            raise EngineUnavailable(
                 f"{self.name} returned a malformed completion: {str(error)[:200]}"
             ) from None
         return completion
@@ -190,14 +190,14 @@ class EngineClient:
         again: bool = True,
         limit: tuple[str, float] | None = None,
     ) -> msgspec.Raw:
-        """Return the reply to a request; raise NoAnswer after the timeout."""
+        """Return the reply to a request; raise EngineTimeout after the timeout."""
         key, seconds = limit or (REQUEST_KEY, self._timeout_s)
         asked = self._ask(method, arguments, again)
         try:
             async with asyncio.timeout(seconds):
                 value = await asked.answer
         except TimeoutError:
-            raise NoAnswer(
+            raise EngineTimeout(
                 f"{self.name} did not reply to `{method}` within {key}={seconds:g}"
             ) from None
         finally:
@@ -269,13 +269,13 @@ class EngineClient:
         if error.type == Refused.__name__:
             return RequestRefused(text)
         broke = method == "generate" and self.line.checked
-        kind = EngineGone if broke else SamplerError
+        kind = EngineUnavailable if broke else SamplerError
         return kind(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
 
     def _end(self, reason: str) -> None:
         """Fail all requests, open and future ones."""
         if self._gone is None:
-            self._gone = EngineGone(f"{self.name}: {reason}")
+            self._gone = EngineUnavailable(f"{self.name}: {reason}")
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(self._gone)
@@ -293,7 +293,9 @@ class EngineClient:
             elif not asked.answer.done():
                 del self._asked[number]
                 asked.answer.set_exception(
-                    EngineGone(f"{self.name}: the connection ended in `{asked.frame['method']}`")
+                    EngineUnavailable(
+                        f"{self.name}: the connection ended in `{asked.frame['method']}`"
+                    )
                 )
 
     def _have_patience(self) -> None:
@@ -324,7 +326,7 @@ class EngineClient:
             asked = self._asked.pop(number, None)
             if asked is not None and not asked.answer.done():
                 asked.answer.set_exception(
-                    NoAnswer(
+                    EngineTimeout(
                         f"{self.name} finished no response within {REQUEST_KEY}={self._timeout_s:g}"
                     )
                 )
@@ -333,7 +335,7 @@ class EngineClient:
         try:
             return msgspec.msgpack.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise EngineGone(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
+            raise EngineUnavailable(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
 
     def _check(self, one: Completion, params: SamplingParams, prompt: int) -> None:
         """Check a completion; ValueError if it cannot have been sampled."""

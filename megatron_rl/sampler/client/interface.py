@@ -30,11 +30,11 @@ class SamplerError(RuntimeError):
     )
 
 
-class EngineGone(SamplerError):
+class EngineUnavailable(SamplerError):
     """The engine is unreachable, hangs, or broke down; another one may do better."""
 
 
-class NoAnswer(EngineGone):
+class EngineTimeout(EngineUnavailable):
     """The engine did not reply in time."""
 
 
@@ -59,7 +59,7 @@ def read_health(status: int, reply: Mapping[str, str]) -> Look:
 
 
 class Engine(Protocol):
-    """Client of an engine. Any call may raise EngineGone, or SamplerError if the engine refuses
+    """Client of an engine. Any call may raise EngineUnavailable, or SamplerError if the engine refuses
     it.
     """
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
         previous one is still served.
 
         `start`, `stage` (`update_info`: vLLM's description; once or several times), `await` (until
-        it is verified), `finish` (`stand`; returns its cost), and `resume` if open samples were
+        it is verified), `finish` (`pause`; returns its cost), and `resume` if open samples were
         paused.
         """
         ...

@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.processes.channel import LENGTH
-from megatron_rl.sampler.client.interface import EngineGone, Look, NoAnswer, read_health
+from megatron_rl.sampler.client.interface import EngineTimeout, EngineUnavailable, Look, read_health
 
 HEALTH_TIMEOUT_S = 10.0
 ENDED = "its process ended"
@@ -117,13 +117,13 @@ class PortLine(Line):
                 )
                 instance = await self._connection.receive_bytes()
         except TimeoutError:
-            raise NoAnswer(f"{self._address} did not reply within {OPEN_S:g} s") from None
+            raise EngineTimeout(f"{self._address} did not reply within {OPEN_S:g} s") from None
         except (aiohttp.ClientError, OSError, TypeError) as error:
-            raise EngineGone(
+            raise EngineUnavailable(
                 f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
             ) from None
         if self._instance not in (b"", instance):
-            raise EngineGone("another server has taken its place")
+            raise EngineUnavailable("another server has taken its place")
         self._instance = instance
 
     async def _keep(self) -> None:
@@ -149,7 +149,7 @@ class PortLine(Line):
                 return self.ended(reason)
             try:
                 await self._connect()
-            except EngineGone as error:
+            except EngineUnavailable as error:
                 return self.ended(str(error))
             self._sending = asyncio.Queue()  # open requests are sent again
             self.reopened()
@@ -171,7 +171,7 @@ class PortLine(Line):
                 status = response.status
             said = msgspec.json.decode(content, type=dict[str, str])
         except TimeoutError:
-            raise NoAnswer(f"did not reply to /health within {HEALTH_TIMEOUT_S:g} s") from None
+            raise EngineTimeout(f"did not reply to /health within {HEALTH_TIMEOUT_S:g} s") from None
         except (
             aiohttp.ClientError,
             OSError,

@@ -8,7 +8,7 @@ import pytest
 from collectors import Script
 from rollouts import rollout
 
-from megatron_rl.apps.evaluation.chat import Chat, Unanswered
+from megatron_rl.apps.evaluation.chat import Chat, ChatError
 from megatron_rl.config import from_mapping
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_tokenizer
@@ -69,7 +69,7 @@ def test_the_run_s_system_prompt_and_options_come_first(tmp_path: Path) -> None:
 
 def test_a_text_that_has_no_room_is_refused_and_forgotten(tmp_path: Path) -> None:
     talk, sampler = chat(tmp_path, talks=True)
-    with pytest.raises(Unanswered, match=r"14 tokens, .* rollout\.max_prompt_tokens"):
+    with pytest.raises(ChatError, match=r"14 tokens, .* rollout\.max_prompt_tokens"):
         talk.answer("1234567890123")
     assert talk.answer("1") == "2"
     assert sampler.asked == ["1="]

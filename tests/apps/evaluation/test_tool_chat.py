@@ -19,7 +19,7 @@ from environments.scripted_policy import HERE, ScriptedPolicy, call
 from helpers import refusal, wait_for
 from safetensors.torch import save_file
 
-from megatron_rl.apps.evaluation.chat import ToolChat, Unanswered, _environment, begun
+from megatron_rl.apps.evaluation.chat import ChatError, ToolChat, _environment, begun
 from megatron_rl.apps.evaluation.stored_model import StoredModel
 from megatron_rl.apps.toy_tools import CALL_END, CALL_START, write_tool_tokenizer
 from megatron_rl.config import from_mapping
@@ -133,7 +133,7 @@ def test_a_tool_that_ends_its_process_ends_the_conversation(tmp_path: Path) -> N
         return call("die") if HELLO in text else "so be it"
 
     with closing(Talked(tmp_path, says)) as talked:
-        with pytest.raises(Unanswered, match=r"environment\.name"):
+        with pytest.raises(ChatError, match=r"environment\.name"):
             talked.chat.answer(HELLO)
         assert talked.chat.answer("Again.") == "so be it"
 
@@ -156,7 +156,7 @@ def test_a_context_that_is_full_begins_another_conversation(tmp_path: Path) -> N
     small = {"max_context_tokens": 60, "max_response_tokens": 8}
     with closing(Talked(tmp_path, lambda *_: "41", rollout=small)) as talked:
         assert [talked.chat.answer("Hm?") for _ in range(3)] == ["41", "41", "41"]
-        with pytest.raises(Unanswered, match=r"rollout\.max_context_tokens: 60 "):
+        with pytest.raises(ChatError, match=r"rollout\.max_context_tokens: 60 "):
             talked.chat.answer("Hm?")
         assert talked.chat.answer("Well?") == "41"
         assert "Hm?" not in talked.last()
@@ -168,7 +168,7 @@ def test_a_context_that_is_full_begins_another_conversation(tmp_path: Path) -> N
 def test_what_reset_reads_is_given_and_what_it_raises_is_said(tmp_path: Path) -> None:
     with (
         closing(Talked(tmp_path, adds, {"how": "reset raises"})) as talked,
-        pytest.raises(Unanswered, match=r"environment\.name: no such task"),
+        pytest.raises(ChatError, match=r"environment\.name: no such task"),
     ):
         talked.chat.answer(HELLO)
     with closing(Talked(tmp_path, adds, {"prompt": "12 and 30?"})) as talked:

@@ -48,8 +48,8 @@ def test_a_finished_run(run: Path, command: Command) -> None:
 def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (8, 12):
         (RunDir(run).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
-    standing = {"entropy": {"since": 7, "value": 0.02}}
-    mark_status(run, "running", "", steps=4 * STEPS, alarms=standing, heartbeat=now())
+    active = {"entropy": {"since": 7, "value": 0.02}}
+    mark_status(run, "running", "", steps=4 * STEPS, alarms=active, heartbeat=now())
     # as its owner, who lives, would see it
     monkeypatch.setattr("megatron_rl.apps.reports.run_data.known_status", read_status)
     said = lines(describe(run))

@@ -41,7 +41,7 @@ fi
 
 copy_results() {
   cp "$run/metrics.jsonl" "$out/$name.metrics.jsonl" 2>/dev/null
-  cp "$run/lanes.jsonl" "$out/$name.lanes.jsonl" 2>/dev/null
+  cp "$run/timeline.jsonl" "$out/$name.timeline.jsonl" 2>/dev/null
 }
 # every few seconds, so that a run that is killed leaves the steps that it has done
 (while sleep 5; do copy_results; done) &

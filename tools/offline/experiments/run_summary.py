@@ -57,7 +57,7 @@ def memory_lines(out: Path, name: str) -> list[str]:
             samples.append((when, float(used) / 1024))
         except ValueError:
             continue
-    lanes = read_lines(out / f"{name}.lanes.jsonl")
+    lanes = read_lines(out / f"{name}.timeline.jsonl")
     if not samples or not lanes:
         return []
     most: dict[str, float] = {}

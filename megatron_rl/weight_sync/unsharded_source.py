@@ -32,7 +32,7 @@ class Step:
     tensors: tuple[TensorSpec, ...]
 
 
-class WholeSource:
+class UnshardedSource:
     """Source of full tensors. Every rank creates one (collective) and iterates it in lockstep, once
     per sync; it yields on all ranks, or on rank 0 only.
     """

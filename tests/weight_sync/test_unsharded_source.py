@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from spawned import run_ranks
-from whole_rank import CASES
+from unsharded_rank import CASES
 
-from megatron_rl.weight_sync.whole_source import made_on
+from megatron_rl.weight_sync.unsharded_source import made_on
 
 
 @pytest.mark.ranks
 def test_two_writers_in_one_order(tmp_path: Path) -> None:
-    codes, (first, second) = run_ranks("whole_rank", tmp_path)
+    codes, (first, second) = run_ranks("unsharded_rank", tmp_path)
     assert codes == [0, 0]
     for case in CASES:
         for everywhere in (False, True):

@@ -13,7 +13,7 @@ from megatron_rl.environments.environment import load
 from megatron_rl.environments.worker import Conversation
 from megatron_rl.rewards.functions import for_metrics
 
-ADAPTERS = "megatron_rl.apps.adapters"
+ADAPTERS = "megatron_rl.apps.integrations"
 HERE = "adapted_parts"  # this module's objects, as a recipe names them
 
 

@@ -18,7 +18,7 @@ from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.whole_source import WholeSource
+from megatron_rl.weight_sync.unsharded_source import UnshardedSource
 
 CASES = {"stages": ("qwen3", Layout(pp=2)), "experts": ("qwen3_moe", Layout(dp=2, ep=2))}
 VICTIM = "decoder.layers.3.mlp.linear_fc2.weight"  # of the second stage
@@ -26,7 +26,7 @@ VICTIM = "decoder.layers.3.mlp.linear_fc2.weight"  # of the second stage
 
 def make(
     rank: int, family: str, layout: Layout
-) -> tuple[WholeSource, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[UnshardedSource, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """This rank's source with the scales of an FP8 cache, its shards, and what has to arrive."""
     shape = ModelShape.from_hf(hf_config(family))
     hf = random_hf(shape)
@@ -51,7 +51,7 @@ def make(
 
 def run_case(rank: int, family: str, layout: Layout, everywhere: bool) -> dict[str, Any]:
     shard_source, shards, wanted = make(rank, family, layout)
-    whole = WholeSource(shard_source, everywhere)
+    whole = UnshardedSource(shard_source, everywhere)
     metas = [(each.name, each.dtype, each.shape) for each in whole.tensors]
     passes = []
     for _ in range(2):  # each sync is a pass of its own
@@ -73,7 +73,7 @@ def run_rank(rank: int, rendezvous: str) -> dict[str, Any]:
         for everywhere in (False, True):
             found[f"{name} {everywhere}"] = run_case(rank, family, layout, everywhere)
     source, shards, _ = make(rank, *CASES["stages"])
-    whole = WholeSource(source, everywhere=False)
+    whole = UnshardedSource(source, everywhere=False)
     whole.begin(shards)
     taken = next(iter(whole), None)  # rank 0 gives up after the first
     whole.drain()

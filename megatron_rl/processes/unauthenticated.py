@@ -7,12 +7,12 @@ authenticated clients.
 import asyncio
 import resource
 
-STRANGER_S = 10.0  # from a connection to its key
-STRANGERS = 128  # at once; beyond that, the oldest one is closed
+UNAUTHENTICATED_S = 10.0  # from a connection to its key
+MAX_OPEN = 128  # at once; beyond that, the oldest one is closed
 SHARE = 8  # and at most this fraction of the files that the process may open
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """Unauthenticated connections of one event loop."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Strangers:
         """Close this connection after the timeout, or earlier if there are too many."""
         loop = asyncio.get_running_loop()
         self._open[transport] = loop.call_later(seconds, self.cut, transport)
-        if len(self._open) > min(STRANGERS, descriptors() // SHARE):
+        if len(self._open) > min(MAX_OPEN, descriptors() // SHARE):
             self.cut(next(iter(self._open)))
 
     def forget(self, transport: asyncio.Transport | None) -> None:
