@@ -21,7 +21,9 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         return
     for title, section in re.findall(r"^\*\*(.+?)\*\*\n(.*?)(?=^\*\*|\Z)", source[0], re.M | re.S):
         pages = re.findall(r"\]\(([\w/-]+)\.md\)", section)
-        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"
+        source[0] += (
+            f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"
+        )
 
 
 def setup(app: Sphinx) -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md: every "how to add" is carried out, in a copy of the tree, as it is written
+"""docs/guides/extending.md: every "how to add" is carried out, in a copy of the tree, as it is written
 there.
 
 A section is an example. Its blocks are edits, by what follows the word python (or yaml) on their
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 COPIED = ("megatron_rl", "conf", "recipes", "docs")
 
 
