@@ -11,7 +11,7 @@ BIN := .venv/bin
 # A file's tests stay on one worker. A worker that dies ends the session: another would begin with what has killed it.
 SPREAD := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: quickstart test test-slow faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints clean help
+.PHONY: quickstart test test-slow faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints docs clean help
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -75,6 +75,10 @@ check-gpu-set:
 constraints: install-dev
 	@bash tools/install.sh --resolve cpu > constraints/cpu.txt.new && mv constraints/cpu.txt.new constraints/cpu.txt
 	@bash tools/install.sh --resolve gpu > constraints/gpu.txt.new && mv constraints/gpu.txt.new constraints/gpu.txt
+
+# The documentation as a site in build/docs, without network; a missing page or anchor is an error.
+docs: install-dev
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/docs && echo build/docs/docs/index.html
 
 clean:
 	rm -rf .venv .venv-gpu build *.egg-info

@@ -176,7 +176,7 @@ def test_every_token_goes_to_the_experts_that_were_chosen_for_it(place: Path, ca
 
 
 def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
-    """Close where rounding is known to the last step (docs/one_arithmetic.md), else bounded."""
+    """Close where rounding is known to the last step (docs/concepts/precision.md), else bounded."""
     run = ["run.name=one_arithmetic", "learner.forward=as_sampler", "quantization.smoothing=0.5"]
     train(warm_start, "quickstart.yaml", *SMALL, *run, fresh=False)
     known = not torch.cpu._is_avx512_supported()

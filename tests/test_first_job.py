@@ -1,4 +1,4 @@
-"""docs/recipes.md: its five commands, run as they stand, on small files."""
+"""docs/guides/recipes.md: its five commands, run as they stand, on small files."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def write_weights(model: Path) -> None:
 
 
 def test_the_five_commands(place: Path) -> None:
-    block = SHELL.search((ROOT / "docs" / "recipes.md").read_text())
+    block = SHELL.search((ROOT / "docs" / "guides" / "recipes.md").read_text())
     assert block is not None
     commands = block[1].splitlines()
     assert len(commands) == 5

@@ -1,4 +1,4 @@
-"""docs/lora.md: its commands, run as they stand on the page; and what else looks at a run, of one
+"""docs/guides/lora.md: its commands, run as they stand on the page; and what else looks at a run, of one
 with adapters.
 """
 
@@ -14,7 +14,7 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.tracking.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "lora.md"
+PAGE = ROOT / "docs" / "guides" / "lora.md"
 REWARD = "def by_answer(row, answer_key, response):\n    return sum(map(ord, response)) % 3 / 2\n"
 # the first version of a start is a whole one
 PATCHES = (

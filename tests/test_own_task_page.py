@@ -1,4 +1,4 @@
-"""docs/own_task.md: its ten commands, run as they stand on the page, and what was measured
+"""docs/getting-started/your-own-task.md: its ten commands, run as they stand on the page, and what was measured
 there.
 """
 
@@ -14,7 +14,7 @@ from helpers import block, small_recipes, typed
 from megatron_rl.tracking.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "own_task.md"
+PAGE = ROOT / "docs" / "getting-started" / "your-own-task.md"
 COMMANDS = block(PAGE, "bash").splitlines()
 # the page's server, until it has answered what the page asks
 ASKED = """{serve} &> serve.log &

@@ -7,7 +7,7 @@ noise of the seeds.
     python tools/compare_corrections.py
 
 The last is recipes/first_comparison.yaml, the smallest grid in which corrections differ: a few
-minutes on two cores. A grid (docs/evidence.md) is a file that names a recipe, axes of overrides,
+minutes on two cores. A grid (docs/experiments/evidence.md) is a file that names a recipe, axes of overrides,
 and seeds. Its runs go on where they stand: those that have finished are not run again.
 
 Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are
@@ -62,7 +62,9 @@ with leaving_at_once():
     from megatron_rl.tracking.status import known_status
 
 INTERRUPTED = 130
-DOCS = Path("docs")
+PAGE = Path("docs/experiments/evidence.md")
+FIGURES = Path("docs/figures")
+RESULTS = Path("recipes/results")
 FIRST = Path("recipes/first_comparison.yaml")  # the default grid
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
@@ -262,7 +264,7 @@ def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.
     write_comparison(comparison, list(runs.values()), options.output)
     print(f"report {options.output}")
     if options.write_docs is not None:
-        for path in write_docs(comparison, options.write_docs, DOCS):
+        for path in write_docs(comparison, options.write_docs, FIGURES, RESULTS):
             print(f"wrote  {path}")
     if where := log_comparison(comparison, list(runs.values()), root / f"{grid.group}_comparison"):
         print(f"wandb  {where}")
@@ -380,7 +382,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     group = options.grid.group
     options.output = options.output or options.root / f"{group}.html"
     if options.write_docs == []:
-        options.write_docs = [DOCS / f"{group}.md"]
+        options.write_docs = [PAGE]
     mine = {"run.name", "run.root", *options.grid.axes}
     if options.grid.seeds:
         mine.add("run.seed")

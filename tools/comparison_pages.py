@@ -25,15 +25,17 @@ BLOCKS = ("table", "findings", "figure")
 SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
 
 
-def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[Path]:
-    """Write the blocks of these pages and the numbers; return the files."""
+def write_docs(
+    comparison: Comparison, pages: list[Path], figures: Path, results: Path
+) -> list[Path]:
+    """Write the blocks of these pages, and the numbers into `results`; return the files."""
     stored = comparison.as_json()
     comparison = Comparison.from_json(stored)  # numbers as they are stored: rounded
     texts = {
-        page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder)
+        page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, figures)
         for page in pages
     }
-    texts[folder / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
+    texts[results / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
     for path, text in texts.items():
         write_atomic(path, text)
     return list(texts)
@@ -51,10 +53,10 @@ def stored(path: Path) -> Comparison:
     return Comparison.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> str:
+def with_blocks(text: str, comparison: Comparison, page: Path, figures: Path) -> str:
     """Return the page with each of its blocks written anew."""
-    caption = f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"
-    figure = f"![{caption}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
+    caption = f"{comparison.name}: held-out accuracy over training, mean and min-max over seeds"
+    figure = f"![{caption}]({os.path.relpath(figures, page.parent)}/{comparison.name}.svg)"
     blocks = {
         "table": _table(comparison),
         "findings": "\n".join(
@@ -91,6 +93,4 @@ def _table(comparison: Comparison) -> str:
     head, rows = comparison.table(shown)
     about = "; ".join(f"*{NUMBERS[name].title}*: {NUMBERS[name].about}" for name in shown)
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(
-        [*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."]
-    )
+    return "\n".join([*lines, "", f"Mean and min-max over seeds. {about}."])

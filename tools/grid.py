@@ -1,4 +1,4 @@
-"""A grid of runs: one recipe, some axes of overrides, some seeds. docs/evidence.md describes the
+"""A grid of runs: one recipe, some axes of overrides, some seeds. docs/experiments/evidence.md describes the
 file.
 
 `read` takes a grid file; a recipe with a list of corrections is a grid of one axis.

@@ -1,15 +1,15 @@
-"""Prints tables of the docs: keys, metrics, alarms, other projects. `python
-tools/reference_tables.py metrics`.
+"""Writes the generated pages and tables of the docs: configuration, command line, metrics, alarms,
+other frameworks. `python tools/reference_tables.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from megatron_rl.apps.translation.table import Row, Table, projects, shared, table
-from megatron_rl.config.bounds import as_written
+from megatron_rl.apps.translation.table import projects, table
+from megatron_rl.cli import _parser
 from megatron_rl.config.reference import entries
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.config.shape import keys_of
@@ -17,103 +17,128 @@ from megatron_rl.tracking.alarms import RULES, Rule
 from megatron_rl.tracking.metrics import METRICS
 
 GROUPS: dict[str, str] = {
-    "progress": "How far the run is.",
-    "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
-    "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
-    "rollout": "What was generated.",
-    "session": "With an environment: how the conversations went ([environments.md](environments.md)).",
+    "progress": "Progress of the run.",
+    "reward": "Scores of the responses, sampled from the *sampler's* policy; see `reward/learner_estimate`.",
+    "eval": "Sampled responses on data.eval; a named set has `eval/NAME/accuracy` and so on.",
+    "rollout": "Generated responses.",
+    "session": "Conversations with an environment ([environments](../guides/environments.md)).",
     "rollout_corr": (
-        "How far the sampler and the learner disagree, and what the correction did about it. "
-        "Names that verl also has mean the same thing here. p and mu are the learner's and the "
-        "sampler's logprob of a sampled token, d = p - mu, rho = exp(d); A the advantage. Every "
-        "exponent is clamped to [-20, 20]. With correction.anchor: sampler only means over tokens "
-        "are logged, with the policy's own logprob for p."
+        "Mismatch of sampler and learner, and the effect of the correction. Names that verl also "
+        "has mean the same here. p and mu: logprob of a sampled token by the learner and by the "
+        "sampler; d = p - mu, rho = exp(d); A: the advantage. Exponents are clamped to [-20, 20]. "
+        "With `correction.anchor: sampler` only means over tokens are logged, and p is of the "
+        "updated policy."
     ),
-    "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
-    "optim": "The optimizer.",
-    "router": "Mixtures of experts, with `learner.router=replay`: tokens go where the sampler has sent them.",
-    "sync": "Handing the new weights to the sampler.",
+    "loss": "Policy loss; with several minibatches per step, their mean.",
+    "optim": "Optimizer.",
+    "router": "Mixture of experts with `learner.router: replay`.",
+    "sync": "Weight sync.",
     "time": (
-        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do "
-        "not overlap and add up to it together with `time/other`."
+        "Wall-clock seconds of a step on rank 0. The phases and `time/other` add up to `time/step`."
     ),
     "perf": "Throughput.",
+}
+SHORT = {
+    "a whole number or null": "integer or null",
+    "a whole number": "integer",
+    "a finite number or null": "number or null",
+    "a finite number": "number",
+    "one of ": "",
+    "a section or null": "mapping or null",
+    "a section": "mapping",
+    "a list": "list",
+    "true or false": "bool",
+    "or more": "and above",
 }
 
 
 def config() -> str:
-    """docs/config.md"""
+    """docs/reference/config.md"""
     lines = [
-        "# Configuration keys",
+        "# Configuration reference",
         "",
-        "*For authors and readers of recipes.*",
+        "Look up a key of a recipe: its type, default and meaning. On the command line,",
+        "`megatron-rl train RECIPE --explain optim.decay` prints the same for one key or section, "
+        "with its value in",
+        "a recipe and the file that set it; `--print-config` prints all keys of a recipe, "
+        "`--dry-run` its changes to",
+        "its base. Recipes: [guide](../guides/recipes.md). Corrections: "
+        "[concept](../concepts/rollout-correction.md).",
         "",
-        "Every key of a recipe: what it takes, what it is unless it is set, a value that it may "
-        "have, what it does.",
-        "`null` in YAML is no value. `megatron-rl train RECIPE --explain optim.decay` says the "
-        "same of one key (or of",
-        "a section), what it is in a recipe, and which file or override has set it; "
-        "`--print-config` prints all keys",
-        "of a recipe, `--dry-run` what it changes of its base. Which recipes there are, and how "
-        "one is made:",
-        "[recipes.md](recipes.md). Correction, advantage and loss at length: "
-        "[corrections.md](corrections.md).",
-        "Rules about several keys at once are said when they are broken.",
-        "",
-        "This page is generated from the comments, types and bounds in `megatron_rl/config/`:",
-        "`python tools/reference_tables.py config > docs/config.md`.",
+        "Generated from `megatron_rl/config/`: `python tools/reference_tables.py`.",
     ]
     for section in keys_of(Config):
         lines += [
             "",
             f"## {section}",
             "",
-            "| key | takes | default | example | what it does |",
-            "|---|---|---|---|---|",
+            "| key | type | default | description |",
+            "|---|---|---|---|",
         ]
         for one in (one for one in entries() if one.name.startswith(f"{section}.")):
-            cells = (
-                f"`{one.name}`",
-                one.takes,
-                f"`{one.default}`",
-                f"`{one.example}`",
-                one.description,
-            )
+            takes = one.takes
+            for long, short in SHORT.items():
+                takes = takes.replace(long, short)
+            cells = (f"`{one.name}`", takes, f"`{one.default}`", one.description)
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def metrics() -> str:
-    """docs/metrics.md"""
+    """docs/reference/metrics.md"""
     lines = [
         "# Metrics",
         "",
-        "*For readers of a run's curves.*",
+        "Look up a name in `metrics.jsonl`, W&B or the report. Where to look first: "
+        "[monitoring](../guides/monitoring.md).",
         "",
-        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is "
-        "generated from the table",
-        "in `megatron_rl/tracking/metrics.yaml`: `python tools/reference_tables.py metrics > "
-        "docs/metrics.md`.",
-        "",
-        "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
+        "Generated from `megatron_rl/tracking/metrics.yaml`: `python tools/reference_tables.py`.",
     ]
     for group, about in GROUPS.items():
+        lines += ["", f"## {group}/", "", about, "", "| name | unit | meaning |", "|---|---|---|"]
+        rows = (one for one in METRICS.values() if one.name.startswith(f"{group}/"))
+        lines += [f"| `{one.name}` | {one.unit} | {one.meaning} |" for one in rows]
+    return "\n".join(lines) + "\n"
+
+
+def cli() -> str:
+    """docs/reference/cli.md"""
+    lines = [
+        "# Command line",
+        "",
+        "Look up a command of `megatron-rl` and its options. Every command takes `--help` and "
+        "`--log-level debug|info|warning|error`.",
+        "",
+        "Generated from the commands: `python tools/reference_tables.py`.",
+    ]
+    actions = _parser()._actions
+    commands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
+    about = {one.dest: one.help for one in commands._choices_actions}
+    for name, parser in commands.choices.items():
+        usage = " ".join(
+            one.metavar or one.dest for one in parser._actions if not one.option_strings
+        )
         lines += [
             "",
-            f"## {group}/",
+            f"## megatron-rl {name}",
             "",
-            about,
+            f"`megatron-rl {name} {usage}`: {about[name]}",
             "",
-            "| name | unit | parts | meaning |",
-            "|---|---|---|---|",
         ]
-        rows = (one for one in METRICS.values() if one.name.startswith(f"{group}/"))
-        lines += [f"| `{one.name}` | {one.unit} | {one.reducer} | {one.meaning} |" for one in rows]
+        for one in parser._actions:
+            words = ", ".join(one.option_strings) or str(one.metavar or one.dest)
+            if words in ("-h, --help", "--log-level"):
+                continue
+            if one.option_strings and one.choices:
+                words += f" {'|'.join(map(str, one.choices))}"
+            elif one.option_strings and one.nargs != 0:
+                words += f" {one.metavar or one.dest.upper()}"
+            lines.append(f"- `{words}`: {one.help}")
     return "\n".join(lines) + "\n"
 
 
 def alarms() -> str:
-    """The table of docs/alarms.md, and what to do about each."""
+    """Table of the alarms, and the action for each."""
     lines = ["| alarm | looks at | raised | steps |", "|---|---|---|---|"]
     for alarm, rule in RULES.items():
         raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
@@ -139,118 +164,59 @@ def _bounds(rule: Rule) -> str:
     return "; ".join(f"{bound:g} ({', '.join(names)})" for bound, names in by_bound.items())
 
 
-COMING_FROM = """# Coming from another project
-
-*For users with a recipe of verl, slime, OpenRLHF, NeMo-RL, SkyRL, AReaL, TRL or prime-rl.*
-
-```sh
-megatron-rl translate verl run_qwen3_8b_megatron.sh -o recipes/mine.yaml
-megatron-rl translate slime run-qwen3-4B.sh -o recipes/mine.yaml NUM_GPUS=8   # a variable that the script lacks
-megatron-rl plan recipes/mine.yaml --on own
-megatron-rl toy data/tiny --like Qwen3-8B
-megatron-rl train recipes/mine.yaml cluster=cpu                                # two steps of it, made small
-```
-
-The file may be a script with its command line (assignments, arrays, sums, plain tests and cases are followed), YAML
-with the files that its `defaults` names, TOML, or a Python script that makes a `GRPOConfig`. Every key of it is
-accounted for: it is translated, has no counterpart (listed with the reason), is not needed here, or is unknown and
-listed as that. A key that is one of these tables' but for a letter is an error, and so is a variable that nothing
-sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file, before `-o` or behind
-it; what is neither a variable that the script reads nor a key is an error. Their defaults count too. Where several of
-theirs make one of ours, the comments say what was done. Numbers of nodes, GPUs, answers and tokens that are none are
-errors. Sizes of learner and sampler are theirs; where they do not fit the cluster, `megatron-rl plan --suggest` names
-those that do.
-
-Nothing in the file is run, and the environment is not read, but for `HOME`, `USER` and `PWD` in a script. In YAML
-`${section.key}`, `${oc.select:key,default}` and plain arithmetic (`${mul:2,3}`) are followed; any other `${...}`, such
-as `${oc.env:NAME}`, is a value that the file does not hold, as is the output of a command in a script: an error where
-it is needed. A file, with all that it takes over and expands, has the limits of a recipe: 1 MiB, 64 files, 10,000
-values, 32 levels. Text of it is escaped in the recipe, which is read back before it is kept.
-
-The correction is translated exactly or refused ([corrections.md](corrections.md#from-another-project)). Without `-o`
-it alone is printed, as a recipe's section, also for fireworks (the cookbook).
-
-This page is generated from the tables that the command reads, `megatron_rl/apps/translation/tables/`:
-`python tools/reference_tables.py coming_from > docs/coming_from.md`.
-"""
+SETTINGS = {
+    "model": "=model",
+    "prompts per step": "rollout.prompts_per_step",
+    "responses per prompt": "rollout.samples_per_prompt",
+    "prompt tokens": "rollout.max_prompt_tokens",
+    "response tokens": "rollout.max_response_tokens",
+    "temperature": "rollout.temperature",
+    "learning rate": "optim.lr",
+    "upper clip": "loss.clip_high",
+    "KL coefficient": "loss.kl_coef",
+    "steps": "run.steps",
+}
 
 
 def coming_from() -> str:
-    """docs/coming_from.md"""
-    return "".join([COMING_FROM, *(_project(table(name)) for name in projects())])
+    """The table of docs/guides/coming-from-another-framework.md"""
+    lines = ["| framework | version | main keys |", "|---|---|---|"]
+    for name in projects():
+        rules = table(name)
+        link = f"[{name}](../../megatron_rl/apps/translation/tables/{name}.yaml)"
+        found = {
+            label: next((row.theirs for row in rules.rows if key in row.to), "")
+            for label, key in SETTINGS.items()
+        }
+        keys = "; ".join(f"{label}: `{theirs}`" for label, theirs in found.items() if theirs)
+        lines.append(f"| {link} | {rules.version} | {keys} |")
+    return "\n".join(lines) + "\n"
 
 
-def _project(rules: Table) -> str:
-    lines = [
-        "",
-        f"## {rules.project}",
-        "",
-        f"{rules.about[0].upper()}{rules.about[1:]} ({rules.version}).",
-        "",
-    ]
-    lines += ["| theirs | there by default | here |", "|---|---|---|"]
-    lines += [
-        f"| {_names(row)} | {_said(row.default)} | {_here(row)} |" for row in rules.rows if row.to
-    ]
-    lines += ["", "No counterpart, where it is on:", ""]
-    by_reason: dict[str, list[str]] = {}
-    for row in rules.rows:
-        if not row.to:
-            by_reason.setdefault(row.why, []).append(_names(row))
-    lines += [f"- {', '.join(names)}: {why}" for why, names in by_reason.items()]
-    lines += ["", "Not needed here:", ""]
-    lines += [
-        f"- {why}: {', '.join(f'`{key}`' for key in keys)}"
-        for why, keys in rules.not_needed.items()
-    ]
-    return "\n".join([*lines, ""])
+def pages() -> dict[Path, str]:
+    """Return the generated pages, and those with a generated table, by path."""
+    docs = Path(__file__).parents[1] / "docs"
+    found = {
+        docs / "reference" / f"{name}.md": page()
+        for name, page in {"config": config, "metrics": metrics, "cli": cli}.items()
+    }
+    for path, name, content in (
+        ("guides/monitoring.md", "alarms", alarms()),
+        ("guides/coming-from-another-framework.md", "frameworks", coming_from()),
+    ):
+        text = (docs / path).read_text(encoding="utf-8")
+        found[docs / path] = with_table(text, name, content)
+    return found
 
 
-def _names(row: Row) -> str:
-    return f"`{row.theirs}`" + (
-        f" (was {', '.join(f'`{one}`' for one in row.former)})" if row.former else ""
-    )
-
-
-def _said(value: object) -> str:
-    if value is None:
-        return ""
-    return f"`{as_written(value)}`"
-
-
-def _here(row: Row) -> str:
-    ours = ", ".join(
-        f"`{key}`" if not key.startswith("=") else shared()["facts"][key[1:]] for key in row.to
-    )
-    words = [
-        f"{as_written(key)} → {_word(value)}"
-        for key, value in {**(row.words or {}), **row.instead}.items()
-    ]
-    only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
-        [f"without `{row.unless}`"] if row.unless else []
-    )
-    return "; ".join(
-        [
-            ours,
-            *([", ".join(words)] if words else []),
-            *only,
-        ]
-    )
-
-
-def _word(value: object) -> str:
-    if isinstance(value, Mapping):
-        return (
-            ", ".join(f"{key.removeprefix('=')}: {as_written(one)}" for key, one in value.items())
-            or "as it is"
-        )
-    return as_written(value)
+def with_table(text: str, name: str, content: str) -> str:
+    """Replace the table between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    assert begin and end, f"no table {name}"
+    return f"{before}{begin}{content}{end}{after}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    tables = {"config": config, "metrics": metrics, "alarms": alarms, "coming_from": coming_from}
-    parser.add_argument("table", choices=tables)
-    sys.stdout.write(tables[parser.parse_args().table]())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

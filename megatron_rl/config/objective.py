@@ -1,4 +1,4 @@
-"""Typed dataclasses of the recipe sections correction, advantage, loss (docs/corrections.md), optim
+"""Typed dataclasses of the recipe sections correction, advantage, loss (docs/concepts/rollout-correction.md), optim
 and learner.
 """
 
@@ -210,7 +210,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """LoRA adapters, trained instead of the model and merged at every sync (docs/lora.md)."""
+    """LoRA adapters, trained instead of the model and merged at every sync (docs/guides/lora.md)."""
 
     # rank of each adapter; 0: no adapters, the whole model is trained
     rank: Annotated[int, between(0, 1024)] = 0
@@ -230,11 +230,11 @@ class LearnerSection:
     data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
     precision: Precision = Precision.bf16  # precision of weights and of layer outputs
     forward: Forward = Forward.bf16  # arithmetic of linear layers
-    router: Router = Router.own  # source of the experts of a token: docs/one_arithmetic.md
+    router: Router = Router.own  # source of the experts of a token: docs/concepts/precision.md
     # maximum tokens of a micro-batch; fewer take less memory
     tokens_per_microbatch: Positive = 8192
     n_minibatches: Positive = 1  # optimizer updates per batch
-    # handling of a loss or gradient that is not finite (docs/survival.md)
+    # handling of a loss or gradient that is not finite (docs/guides/resume-and-failures.md)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     lora: LoraSection = field(default_factory=LoraSection)
     # activation recomputation in backward; learner.megatron.recompute_* take precedence

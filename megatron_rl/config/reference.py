@@ -1,4 +1,4 @@
-"""Reference of the configuration keys for --explain and docs/config.md: description, type, default,
+"""Reference of the configuration keys for --explain and docs/reference/config.md: description, type, default,
 example.
 
 The description of a key or choice is the comment beside its definition.

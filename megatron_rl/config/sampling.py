@@ -60,7 +60,7 @@ class RolloutSection:
     dynamic_sampling: bool = True
     max_gen_batches: Positive = 4  # maximum generation calls per step
     # batches that the sampler may run ahead of the learner, hence the maximum staleness of a token
-    # in updates (docs/ahead.md); 0: synchronous
+    # in updates (docs/concepts/async-rollouts.md); 0: synchronous
     max_staleness: Annotated[int, between(0, 64)] = 0
     in_flight: InFlight = InFlight.drain  # handling of responses in flight at an update
 
@@ -85,7 +85,7 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class EnvironmentSection:
-    """Environment of multi-turn conversations (docs/environments.md); none without a name."""
+    """Environment of multi-turn conversations (docs/guides/environments.md); none without a name."""
 
     # package.module:Class, or a coroutine function run(base_url, row), an agent; such as
     # path/file.py:Class

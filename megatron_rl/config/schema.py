@@ -2,7 +2,7 @@
 others. Torch-free.
 
 The comment above a key or on its lines says what it does, and `such as X` in it is an example:
-docs/config.md and `--explain` are made of both (`reference.py`). The bounds of a value stand in its
+docs/reference/config.md and `--explain` are made of both (`reference.py`). The bounds of a value stand in its
 type; rules about two keys at once are in `rules.py`. Keys of the objective and the learner are in
 `objective.py`, those of rollouts and engines in `sampling.py`.
 """
@@ -110,7 +110,7 @@ class RunSection:
     resume_allow: list[str] = field(default_factory=list)
     device: Device = Device.auto  # device of learner and engines; auto: GPUs if there are any
     # seconds without progress after which the run is stopped, unless another timeout applies
-    # (docs/survival.md)
+    # (docs/guides/resume-and-failures.md)
     hang_timeout_s: Seconds = 1800.0
     # environment variables that rewards and environments see, beside PATH and HOME, such as
     # [JUDGE_URL]
@@ -247,7 +247,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    wandb: Wandb = Wandb.none  # logging to W&B (docs/wandb.md)
+    wandb: Wandb = Wandb.none  # logging to W&B (docs/guides/monitoring.md)
     record_every: Count = 10  # steps between rollout files (Parquet, with both logprobs); 0: never
     # steps in which torch.profiler traces the learner, such as [3], on one rank per pipeline stage
     profile_steps: Annotated[
@@ -257,7 +257,7 @@ class LogSection:
             "use steps, such as [3]",
         ),
     ] = field(default_factory=list)
-    # settings of the alarms in docs/alarms.md, by name: off, warn, stop, a bound, or {stop: bound};
+    # settings of the alarms in docs/guides/monitoring.md, by name: off, warn, stop, a bound, or {stop: bound};
     # such as {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ live model before the seal has been verified, as with files. That costs the memo
 weights again; an engine whose KV cache sleeps during the sync has it.
 
 vLLM imports this module in every worker through `worker_extension_cls`. Run on one GPU
-(docs/gpu.md); the checks run on any device and are tested with a real engine on CPUs.
+(docs/experiments/gpu-results.md); the checks run on any device and are tested with a real engine on CPUs.
 """
 
 import time

@@ -3,7 +3,7 @@
 A subclass begins a conversation (`reset`) and replies to a response (`step`); `tools` are plain
 typed Python functions, called when the policy calls them. An agent is a coroutine function
 `run(base_url, row, **settings)`, or a class with such a method whose constructor takes the
-settings: it runs the conversation itself, through OpenAI's API. See docs/environments.md.
+settings: it runs the conversation itself, through OpenAI's API. See docs/guides/environments.md.
 """
 
 import inspect

@@ -48,7 +48,7 @@ def lacking() -> dict[str, str]:
 
 def fastest() -> dict[str, str]:
     """Return the fastest settings for a small model where BF16 is multiplied in FP32;
-    docs/benchmarks.md has the speedup of each.
+    docs/experiments/benchmarks.md has the speedup of each.
     """
     if "bf16" not in lacking():
         return {}

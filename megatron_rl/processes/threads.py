@@ -3,7 +3,7 @@ OpenMP helpers, core affinity.
 
 A thread that has once computed with torch keeps OpenMP's helpers. If a process has more of them
 than cores, none spins any more, and each small operation waits 30 to 60 us for its helpers
-(docs/benchmarks.md).
+(docs/experiments/benchmarks.md).
 """
 
 import asyncio

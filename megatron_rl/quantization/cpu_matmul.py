@@ -3,7 +3,7 @@ instructions for them; codes and scales of activations, and rounding to BF16, eq
 vLLM's CPU kernels.
 
 BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in
-FP32 (docs/decisions/cpu_kernels.md). INT8: sums are exact in any order, as long as they stay below
+FP32 (docs/design/learner-on-cpu.md). INT8: sums are exact in any order, as long as they stay below
 2^24. FP8: products are exact; the order of the sums affects at most one output in ten thousand.
 
 Shapes: M tokens, K input features, N output features.

@@ -20,7 +20,7 @@ from megatron_rl.models.mapping import Param
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 
-SCALES_STAY = 10  # syncs: see docs/decisions/smoothing.md
+SCALES_STAY = 10  # syncs: see docs/design/weight-sync.md
 LARGEST_EXPONENT = 20  # well within BF16's range, and beyond any real outlier
 FLOAT32_BIAS = 127
 FLOAT32_FRACTION_BITS = 23

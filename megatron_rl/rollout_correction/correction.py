@@ -9,7 +9,7 @@ and the disagreement measured (`metrics`, under `rollout_corr/`).
 
 Every replica corrects its own rows. What looks at all rows (`budget`, `target_ess`, `normalize`, a
 group's baseline, metrics) is solved on sums over replicas, the same on each. Rows are worked on in
-parts that fit a core's cache. `docs/corrections.md` explains how to choose.
+parts that fit a core's cache. `docs/concepts/rollout-correction.md` explains how to choose.
 
 Shape legend: N response tokens, B rows.
 """

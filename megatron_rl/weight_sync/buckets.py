@@ -19,7 +19,7 @@ from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import as_bytes
 from megatron_rl.quantization.formats import Output, outputs
 
-BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
+BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/experiments/benchmarks.md
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ sync, in nats, as multiples of one rounding's effect; the probe's size, in promp
 The effect of one more rounding scales with the model like that of a format; the learner measures it
 on its own weights (learner/weights.py), so that a wrong sampler does not raise it. Rare tokens are
 noisier: hence an upper bound on every budget. Integer formats may reach that bound because of
-outliers of the activations (docs/weight_sync.md).
+outliers of the activations (docs/concepts/weight-sync.md).
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Limit:
 
 
 # above the largest measurement in correct setups, and for FP8 below the smallest effect of one
-# wrong matrix: 15 (docs/weight_sync.md). Not measured: blocks, whose scales are finer than those of
+# wrong matrix: 15 (docs/concepts/weight-sync.md). Not measured: blocks, whose scales are finer than those of
 # rows, and learners in FP8
 LIMITS: Mapping[Format, Limit] = {
     Format.none: Limit(6, 0.1),

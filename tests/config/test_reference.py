@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import reference_tables
 from grid import is_grid
 from helpers import refusal
 
@@ -32,11 +31,6 @@ def recipe(tmp_path: Path) -> Path:
         "base: base.yaml\noptim: {lr: 2.0e-3, decay: cosine}\nlog: {alarms: {ess: off}}\n"
     )
     return tmp_path / "mine.yaml"
-
-
-def test_the_committed_page_is_current() -> None:
-    command = "python tools/reference_tables.py config > docs/config.md"
-    assert (ROOT / "docs/config.md").read_text() == reference_tables.config(), command
 
 
 def test_every_key_is_there_and_says_what_it_does() -> None:

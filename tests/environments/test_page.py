@@ -1,4 +1,4 @@
-"""The commands of docs/environments.md run unchanged."""
+"""The commands of docs/guides/environments.md run unchanged."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from helpers import block, small_recipes, typed
 
 from megatron_rl.tracking.metrics_file import read_metrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "environments.md"
 
 
 @pytest.mark.engine

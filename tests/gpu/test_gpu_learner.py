@@ -1,5 +1,5 @@
 """The learner on CUDA devices: Transformer Engine's layers against transformers, on every layout,
-and in FP8. Seen on one H100 (docs/gpu.md); what needs several GPUs has not run.
+and in FP8. Seen on one H100 (docs/experiments/gpu-results.md); what needs several GPUs has not run.
 
 The ranks and their jobs are those of tests/learner, in BF16, as attention over packs has no kernel
 in FP32. What BF16 does to a model is what it does to transformers', and what FP8 does, what this

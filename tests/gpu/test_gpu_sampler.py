@@ -1,5 +1,5 @@
 """The engine on a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
-H100 (docs/gpu.md), one test at a time: an engine measures the memory that others take and give back
+H100 (docs/experiments/gpu-results.md), one test at a time: an engine measures the memory that others take and give back
 meanwhile.
 
 One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every

@@ -1,4 +1,4 @@
-"""Data, reward and run directory in a dry run and at a start: docs/own_task.md."""
+"""Data, reward and run directory in a dry run and at a start: docs/getting-started/your-own-task.md."""
 
 import json
 import socket

@@ -192,14 +192,16 @@ def test_without_its_start_no_run_begins(run_grid, grid_file, model, monkeypatch
 
 
 def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
-    monkeypatch.setattr(compare_corrections, "DOCS", place)
-    (place / "grid.md").write_text("before\n<!-- grid: table -->\nold\n<!-- /grid -->\nafter\n")
+    page = place / "page.md"
+    monkeypatch.setattr(compare_corrections, "PAGE", page)
+    monkeypatch.setattr(compare_corrections, "RESULTS", place)
+    page.write_text("before\n<!-- grid: table -->\nold\n<!-- /grid -->\nafter\n")
     run_grid("--seeds", "1", "--write-docs", status=1)
-    page = (place / "grid.md").read_text()
-    assert "0.500 | 0.750" in page
-    assert "old" not in page
-    assert page.startswith("before\n")
-    assert page.endswith("\nafter\n")
+    text = page.read_text()
+    assert "0.500 | 0.750" in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
     assert (place / "grid.json").is_file()
 
 

@@ -236,7 +236,7 @@ CAPS = [1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 16.0, 32.0, 64.
 
 
 def table() -> str:
-    """Relative bias, in percent, by size of the noise: what docs/corrections.md shows."""
+    """Relative bias, in percent, by size of the noise: what docs/concepts/rollout-correction.md shows."""
     noises = (0.02, 0.1, 0.3, 1.0)
     lines = [
         "| weight | " + " | ".join(f"noise {noise}" for noise in noises) + " |",

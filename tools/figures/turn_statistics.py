@@ -3,7 +3,7 @@ is listed.
 
 A session has at most three turns of two tokens; a turn that ends with the token 0 is the last one.
 Policy and sampler are the tables of correction_statistics.py, so that the expected gradient of each
-correction, and its variance, are sums and no samples. Prints the tables of docs/corrections.md,
+correction, and its variance, are sums and no samples. Prints the tables of docs/concepts/rollout-correction.md,
 with what baselines by the number of the turn do.
 
     python tools/figures/turn_statistics.py

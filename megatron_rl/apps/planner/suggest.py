@@ -140,7 +140,7 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
         lines += [
             "",
             f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key "
-            "(docs/fleet.md)",
+            "(docs/guides/slurm.md)",
         ]
     return "\n".join(lines), True
 

@@ -132,7 +132,7 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
     yield (
         f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a "
         f"token of each; update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for "
-        f"stages, {time.mfu:.0%} of the GPUs' peak (docs/scale.md)"
+        f"stages, {time.mfu:.0%} of the GPUs' peak (docs/guides/slurm.md)"
     )
     if time.ahead:
         waits = "sampler waits for updates"

@@ -1,6 +1,6 @@
 """Linear layers in place of megatron-core's: sampler arithmetic; FP32 outputs of head and experts.
 
-`learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes
+`learner.forward=as_sampler` (docs/concepts/precision.md): weights are quantized as a sync quantizes
 them, activations per token as the engine does. INT8 products are exact, the engine's own to the
 last bit; FP8 products are summed in FP32, the same but for the order of the sums. Gradients are
 those of the plain layer (straight-through). A tensor-parallel engine quantizes each of its slices

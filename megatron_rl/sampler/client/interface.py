@@ -2,7 +2,7 @@
 
 One completion is one sample with its own seed: several samples of a prompt are several requests.
 Everything here is asynchronous, and used from one event loop. `EngineClient` (engine_client.py)
-reaches vLLM; docs/architecture.md says how to add another engine.
+reaches vLLM; docs/concepts/architecture.md says how to add another engine.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def test_pages_are_written_between_their_markers(recorded, tmp_path):
         "top\n"
         + "".join(f"<!-- tiny: {kind} -->\n{kind} of old\n<!-- /tiny -->\nkept\n" for kind in kinds)
     )
-    write_docs(comparison, [page], page.parent)
+    write_docs(comparison, [page], page.parent, page.parent)
     text = page.read_text()
     assert "of old" not in text
     assert text.count("kept") == 3
@@ -234,17 +234,17 @@ def test_pages_are_written_between_their_markers(recorded, tmp_path):
 def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, tmp_path, text):
     (tmp_path / "page.md").write_text(text)
     with pytest.raises(ConfigError, match=r"page.md: "):
-        write_docs(recorded[0], [tmp_path / "page.md"], tmp_path)
+        write_docs(recorded[0], [tmp_path / "page.md"], tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
 @pytest.mark.parametrize("name", ["evidence", "evidence_hot", "evidence_full", "one_arithmetic"])
 def test_the_numbers_in_the_docs_are_the_commands_own(name):
-    """Every block is what docs/NAME.json gives."""
-    comparison = stored(ROOT / "docs" / f"{name}.json")
+    """Every block is what recipes/results/NAME.json gives."""
+    comparison = stored(ROOT / "recipes" / "results" / f"{name}.json")
     assert comparison.name == name
-    texts = {page: page.read_text() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+    texts = {page: page.read_text() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"))}
     shown = {page: text for page, text in texts.items() if f"<!-- {name}: " in text}
     assert shown
     for page, text in shown.items():
-        assert with_blocks(text, comparison, page, ROOT / "docs") == text
+        assert with_blocks(text, comparison, page, ROOT / "docs" / "figures") == text

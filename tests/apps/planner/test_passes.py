@@ -14,7 +14,7 @@ from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-# docs/gpu.md: Qwen3-0.6B on one H100, every layer recomputed
+# docs/experiments/gpu-results.md: Qwen3-0.6B on one H100, every layer recomputed
 MEASURED_S = 4.8
 MEASURED_FLOPS = 102e12
 # the output layer of then: 44 chunks of columns in 13 pieces, each of 43 operators and views

@@ -64,5 +64,5 @@ def test_a_machine_without_known_gpus_is_refused(place: Path, command: Command) 
 
 def test_the_page_s_commands(empty: Path) -> None:
     (empty / "recipes").symlink_to(ROOT / "recipes")
-    for line in block(ROOT / "docs" / "precision.md", "bash").splitlines():
+    for line in block(ROOT / "docs" / "concepts" / "precision.md", "bash").splitlines():
         assert "FP8, FP8 cache" in typed(empty, line)

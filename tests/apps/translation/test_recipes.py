@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference_tables
 import yaml
 from translation_cases import ALL
 
@@ -22,7 +21,6 @@ from megatron_rl.apps.translation.translate import translate
 from megatron_rl.config import all_keys, load
 
 ROOT = Path(__file__).parents[3]
-COMMAND = "python tools/reference_tables.py coming_from > docs/coming_from.md"
 MAPS = (
     "learner.megatron.",
     "optim.megatron.",
@@ -470,7 +468,3 @@ def test_tables_are_sound() -> None:
                 used.add(key)
             assert row.to or row.why, (rules.project, row.theirs)
     assert {key[1:] for key in used if key.startswith("=")} == shared()["facts"].keys()
-
-
-def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/coming_from.md").read_text() == reference_tables.coming_from(), COMMAND
