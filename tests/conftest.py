@@ -17,6 +17,7 @@ import preloaded
 import pytest
 from helpers import Command
 
+from megatron_rl import logs
 from megatron_rl.data.toy import write_toy
 from megatron_rl.processes.process import SHORT_SPIN
 
@@ -153,6 +154,14 @@ def place(empty: Path) -> Path:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
+
+
+@pytest.fixture(autouse=True)
+def log_handlers() -> Iterator[None]:
+    """Log lines of a test go to handlers of its own."""
+    before = logs.replace_handlers([])
+    yield
+    logs.replace_handlers(before)
 
 
 @pytest.fixture

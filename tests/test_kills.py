@@ -88,7 +88,7 @@ class Forks(Box):
         )
         found = (
             re.findall(
-                r"^step\s+(\d+)/",
+                r" train: step\s+(\d+)/",
                 logs[-1].read_text(),
                 re.M,
             )

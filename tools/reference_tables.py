@@ -218,5 +218,6 @@ def with_table(text: str, name: str, content: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")

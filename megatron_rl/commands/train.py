@@ -135,7 +135,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
             run_rank(config, path)
         finally:
             if first and (said := report(RunDir(path))):
-                logger("report").info(said)
+                logger("launcher").info(said)
     return 0
 
 

@@ -112,7 +112,7 @@ def _step(box: Box, begun: float) -> int:
         log for log in box.run.glob("logs/attempt_*/driver.log") if log.stat().st_mtime >= begun
     ]
     newest = max(logs, key=lambda log: int(log.parent.name[8:]), default=None)
-    steps = re.findall(r"^step\s+(\d+)/", newest.read_text(), re.M) if newest else []
+    steps = re.findall(r" train: step\s+(\d+)/", newest.read_text(), re.M) if newest else []
     return int(steps[-1]) if steps else 0
 
 

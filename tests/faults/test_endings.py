@@ -158,14 +158,14 @@ def test_a_full_disk(box: Box) -> None:
         box.until((run / "metrics.jsonl").exists, "the first lines")
         with (folder / "filler").open("wb", buffering=0) as filler:
             filler.write(b"x" * shutil.disk_usage(folder).free)
-        box.until(lambda: box.screen.count("\nstep ") > 8, "steps without room")
+        box.until(lambda: box.screen.count(" train: step ") > 8, "steps without room")
         assert box.screen.count("has no room for") <= 2
         assert "was not saved" in box.screen
-        box.until(lambda: "alarm    failed_saves: 3, above 2" in box.screen, "an alarm")
+        box.until(lambda: "alarm: failed_saves: 3, above 2" in box.screen, "an alarm")
         box.until(lambda: "failed_saves" in read_status(run)["alarms"], "the alarm in status.json")
         (folder / "filler").unlink()
         wait_for(lambda: "has room again: lines" in box.screen, "room")
-        box.until(lambda: "alarm    failed_saves: 0, cleared" in box.screen, "a save")
+        box.until(lambda: "alarm: failed_saves: 0, cleared" in box.screen, "a save")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(PATIENCE_S) == 0, box.screen
         status = json.loads((run / "status.json").read_text())

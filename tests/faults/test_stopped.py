@@ -49,8 +49,8 @@ def test_a_stuck_rank(box: Box) -> None:
     assert process.wait(STEP_S) == 1
     logs = box.run / "logs" / "attempt_1"
     log = (logs / "driver.log").read_text()
-    assert "stuck    rank 1" in log
-    assert "stuck    rank 0" not in log
+    assert "stuck: rank 1" in log
+    assert "stuck: rank 0" not in log
     assert "forget_to_come" in (logs / "rank_1.log").read_text()
     status = box.status()
     assert status["state"] == "failed"

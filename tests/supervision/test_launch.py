@@ -270,7 +270,7 @@ def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path, alone: Alone) -> 
     launcher.send_signal(signal.SIGSTOP)
     wait_for(lambda: log.exists() and "the launcher (process" in log.read_text())
     launcher.send_signal(signal.SIGCONT)
-    wait_for(lambda: "goes on after" in log.read_text())
+    wait_for(lambda: "continues after" in log.read_text())
     assert rank.poll() is None
 
 

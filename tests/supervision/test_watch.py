@@ -108,7 +108,7 @@ def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
     resume(process)
     assert run.looks(1) == []
     assert read_status(run.folder)["stuck"] is None
-    assert (run.said().count("is stopped"), run.said().count("goes on after")) == (1, 1)
+    assert (run.said().count("is stopped"), run.said().count("continues after")) == (1, 1)
 
 
 @pytest.mark.fault(

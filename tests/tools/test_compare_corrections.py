@@ -36,7 +36,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 options = dict(word.split("=", 1) for word in sys.argv[2:])
 name = options["run.name"]
 text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:]) + "\\ntags: " + os.environ.get("WANDB_TAGS", "")
-with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
+with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(StringIO())) as recorder:
     recorder.log(0, {"eval/accuracy": 0.25})
     print("on cores", sorted(os.sched_getaffinity(0)))
     correction = options.get("correction")

@@ -38,7 +38,7 @@ def make_yaml(config: Config, name: str) -> str:
 
 
 def quiet(n_steps: int) -> Display:
-    return PlainDisplay(n_steps, StringIO())
+    return PlainDisplay(StringIO())
 
 
 def start(path: Path, config: Config | None = None, steps: int = 3, **others: Any) -> Recorder:

@@ -328,9 +328,9 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     ]
     run = recorded(tmp_path, changes, Alarms(), LogSection(wandb=Wandb.offline))
     text = (run / "logs/attempt_1/driver.log").read_text()
-    assert text.count("alarm    ess: 0.4") == 1
-    assert text.count("alarm    ess: 0.99, cleared") == 1
-    assert text.index("step  5/99") < text.index("alarm    ess: 0.4") < text.index("step  6/99")
+    assert text.count("WARNING alarm: ess: 0.4") == 1
+    assert text.count("WARNING alarm: ess: 0.99, cleared") == 1
+    assert text.index("step  5/99") < text.index("alarm: ess: 0.4") < text.index("step  6/99")
     assert "reward_errors since step 15" in text
     assert "reward_errors, step 15" in describe(run)
     assert read_status(run)["alarms"] == {

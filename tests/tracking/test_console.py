@@ -13,6 +13,7 @@ from run_factory import make_run
 
 from megatron_rl.apps.reports.report import page
 from megatron_rl.apps.reports.run_data import load_runs
+from megatron_rl.logs import configure
 from megatron_rl.tracking import console
 from megatron_rl.tracking.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.tracking.run_dir import RunDir
@@ -30,14 +31,17 @@ def live(steps: int, stream: StringIO) -> console.LiveDisplay:
     return console.LiveDisplay("quick", steps, Console(file=stream, force_terminal=True, width=100))
 
 
-def test_a_pipe_gets_one_plain_line_per_step():
+def test_a_pipe_gets_log_lines():
     stream = StringIO()
     display = console.choose_display("run", 20, stream)
     assert isinstance(display, console.PlainDisplay)
     display.phase("rollout")
     display.step(3, METRICS, 75.0)
+    display.note("a line")
     display.close()
-    assert stream.getvalue() == "step  3/20  reward 0.500  grad nan  1.50 s  left 1m15s\n"
+    assert stream.getvalue() == "a line\n"
+    line = console.step_line(3, 20, METRICS, 75.0)
+    assert line == "step  3/20  reward 0.500  grad nan  1.50 s  left 1m15s"
 
 
 def test_a_terminal_gets_a_table_and_keeps_the_notes():
@@ -155,19 +159,20 @@ def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
         "WARNING 11-25 17:36:48 [a.py:1] odd\n"
     )
     silence = console.Silence(tmp_path, stream, lambda: now)
+    configure(stream)
 
     def said(at: float) -> str:
         nonlocal now
         now = at
         before = len(stream.getvalue())
         silence.look(lambda: next(phases))
-        return stream.getvalue()[before:].removeprefix("now      ")
+        return stream.getvalue()[before:].rpartition(" INFO launcher: ")[2]
 
     assert said(1009) == ""
     assert said(1010) == "start, 10s; vLLM: Starting\n"
     assert said(1019) == ""
     assert said(1020) == "rollout, 20s; vLLM: Starting\n"
-    (tmp_path / "driver.log").write_text("run      runs/x\nstep 0/3\n")
+    (tmp_path / "driver.log").write_text("... INFO run: runs/x\n... INFO train: step 0/3\n")
     os.utime(tmp_path / "driver.log", (1025, 1025))
     assert said(1030) == ""  # the driver has just said something
     assert said(1035) == "rollout, 10s\n"

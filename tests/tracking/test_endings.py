@@ -48,7 +48,7 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_full_disk(tiny: Path, freed: bool) -> None:
     said = StringIO()
-    recorder = start(tiny / "run", steps=60, display=PlainDisplay(60, said))
+    recorder = start(tiny / "run", steps=60, display=PlainDisplay(said))
     recorder.log(0, {})
     recorder.rollouts(0, make_scored(4)[0])
     fill(tiny)
@@ -190,7 +190,7 @@ def test_wandb_out_of_reach(run_folder: Path, monkeypatch: pytest.MonkeyPatch, m
     monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
     said = StringIO()
     with start(
-        run_folder, Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)
+        run_folder, Config(log=LogSection(wandb=mode)), display=PlainDisplay(said)
     ) as recorder:
         recorder.log(1, {"loss/total": 1.0})
     assert "offline: " in said.getvalue()
@@ -219,7 +219,7 @@ def test_why_a_run_failed(run_folder: Path) -> None:
     )
     assert "learner.tokens_per_microbatch" in cause["advice"]
     assert Cause.read(cause).paragraph() in (log.parent / "driver.log").read_text()
-    assert finish(recorder.run).startswith("report ")
+    assert finish(recorder.run).startswith("report: ")
     page = (run_folder / "report.html").read_text()
     assert "<h2>run: MemoryError</h2>" in page
     assert "&lt;of&gt; rank 0" in page
@@ -240,7 +240,7 @@ def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:
     for log in (str(secret), "attempt_1/rank_0.log", "/rank_0.log", "../attempt_1/rank_0.log"):
         cause = {"class": "<b>", "log": log}
         mark_status(run_folder, "failed", "ValueError: x", cause=cause)
-        assert finish(recorder.run).startswith("report ")
+        assert finish(recorder.run).startswith("report: ")
         page = (run_folder / "report.html").read_text()
         assert "not to be seen" not in page
         assert "<h2>run: &lt;b&gt;</h2>" in page

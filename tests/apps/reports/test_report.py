@@ -55,7 +55,7 @@ def runs(tmp_path_factory):
         ),
     ]
     assert [finish(RunDir(path)) for path in made] == [
-        f"report   {path}/report.html" for path in made
+        f"report: {path}/report.html" for path in made
     ]
     return made
 

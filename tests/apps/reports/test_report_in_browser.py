@@ -11,6 +11,7 @@ import pytest
 from run_factory import make_config, make_scored, make_yaml
 
 from megatron_rl.apps.reports.report import write_report
+from megatron_rl.logs import logger
 from megatron_rl.tracking.console import PlainDisplay
 from megatron_rl.tracking.record import Recorder
 
@@ -36,7 +37,7 @@ def hostile_run(folder: Path) -> tuple[Path, str]:
     config = make_config()
     said = StringIO()
     with Recorder(
-        config.log, make_yaml(config, "run"), folder / "run", 3, PlainDisplay(3, said)
+        config.log, make_yaml(config, "run"), folder / "run", 3, PlainDisplay(said)
     ) as recorder:
         for step in range(1, 4):
             scored, prox_BT = make_scored(len(HOSTILE), seed=step)
@@ -47,7 +48,7 @@ def hostile_run(folder: Path) -> tuple[Path, str]:
                 step, bad, prox_logprobs_BT=prox_BT, pieces=pieces, truths=list(HOSTILE)
             )
             recorder.log(step, {"reward/mean": 0.5, "loss/total": 0.1})
-            recorder.note(f"server   {HOSTILE[0]}")
+            logger("server").info(HOSTILE[0])
     return folder / "run", said.getvalue()
 
 
