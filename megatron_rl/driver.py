@@ -83,9 +83,7 @@ class Driver:
         )
         self.recorder = self._stack.enter_context(recorder)
         try:
-            self._stop = self._stack.enter_context(
-                StopRequest(recorder.clock, logger("run").info, recorder.run.path)
-            )
+            self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.run.path))
             after = recorder.run.resumes_after
             if after is None:
                 path = None
@@ -126,9 +124,7 @@ class Driver:
         rewards.start()
         self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
-        self.sampler = Sampler(
-            EngineSettings.from_config(config), folder, log_dir, logger("sampler").info
-        )
+        self.sampler = Sampler(EngineSettings.from_config(config), folder, log_dir)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
@@ -144,9 +140,7 @@ class Driver:
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
-        logger("sampler").info(
-            f"starting {describe_sampler(config.sampler, config.quantization)}; step 0 follows"
-        )
+        logger("sampler").info(f"starting {describe_sampler(config.sampler, config.quantization)}")
         # idle servers are given a prompt each, so that the probe meets every one
         engines = config.sampler.engines
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
@@ -293,9 +287,7 @@ class Driver:
         """Sample fresh, unscored responses; return them and the sampler's formats."""
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            fresh = self.sampler.generate(
-                self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step
-            )
+            fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
@@ -312,12 +304,12 @@ class Driver:
             part[: len(one)] = torch.as_tensor(one)
         return chosen_PLK
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             metrics: dict[str, float] = {}
             for each in self._evaluators:
-                metrics |= each.evaluate(step)
+                metrics |= each.evaluate()
             return metrics
 
     def check_time(self) -> None:

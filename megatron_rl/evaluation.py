@@ -7,33 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import Protocol
 
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rollout.collect import Group, Scorer, grouped
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
-
-
-class Generates(Protocol):
-    """Part of a Sampler that evaluation uses."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        seed: int,
-        first_group: int,
-        step: int,
-    ) -> list[Rollout]: ...
+from megatron_rl.sampler.generation import GenerationSource
+from megatron_rl.types import Prompt, SamplingParams, Verdict
 
 
 class Evaluator:
     """Evaluates a policy on a held-out set, with fixed seeds; greedy responses repeat exactly."""
 
     def __init__(
-        self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer
+        self, about: HeldOut, prompts: Sequence[Prompt], sampler: GenerationSource, scorer: Scorer
     ) -> None:
         self.about = about
         self.prompts = prompts[: about.max_prompts]
@@ -47,8 +33,8 @@ class Evaluator:
             stop_token_ids=scorer.tokenizer.stop_token_ids,
         )
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        return self.metrics(self._answered(self.prompts, 0, step))
+    def evaluate(self) -> dict[str, float]:
+        return self.metrics(self._answered(self.prompts, 0))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
         """Sample and score the set, about `answers` responses at a time; `done` gets the count
@@ -57,14 +43,12 @@ class Evaluator:
         size = max(1, answers // self.about.samples)
         groups = list[Group]()
         for start in range(0, len(self.prompts), size):
-            groups += self._answered(self.prompts[start : start + size], start, 0)
+            groups += self._answered(self.prompts[start : start + size], start)
             done(len(groups))
         return groups
 
-    def _answered(self, prompts: Sequence[Prompt], first: int, step: int) -> list[Group]:
-        rollouts = self._sampler.generate(
-            prompts, self._params, seed=0, first_group=first, step=step
-        )
+    def _answered(self, prompts: Sequence[Prompt], first: int) -> list[Group]:
+        rollouts = self._sampler.generate(prompts, self._params, seed=0, first_group=first)
         # one of a conversation's branches
         last = {(one.group, one.sample): one for one in rollouts}.values()
         return grouped(self._scorer.score(list(last), self._params.max_tokens))

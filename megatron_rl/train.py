@@ -66,7 +66,7 @@ def train(
         driver_closed.callback(on_driver_closed)
         enable_expandable_segments(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-        learner = Learner(model, config, run_dir / "dumps", logger("learner").warning)
+        learner = Learner(model, config, run_dir / "dumps")
         # after the driver has finished: a rank that leaves ends those that still wait for it
         after_driver.callback(learner.close)
         rank0.join(learner)
@@ -78,7 +78,6 @@ def train(
                 config.checkpoint,
                 LearnerState(learner),
                 sync,
-                logger("checkpoint").info,
             )
             at = load_or_resume(config, rank0, learner, saver)
             loop(config, rank0, learner, sync, saver, at)
@@ -89,7 +88,6 @@ def train(
                     run_dir,
                     config.checkpoint.best,
                     lambda: rank0.ask(Driver.has_time),
-                    logger("checkpoint").info,
                 )
 
 
@@ -335,7 +333,7 @@ def evaluate(step: int, end: int, section: schema.EvalSection, rank0: Rank0) -> 
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with rank0.phase("eval"):
-        return rank0.ask(lambda driver: driver.evaluate(step))
+        return rank0.ask(lambda driver: driver.evaluate())
 
 
 def save_if_due(

@@ -3,6 +3,7 @@ text of a refusal.
 """
 
 import json
+import logging
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
+from megatron_rl.logs import replace_handlers
 from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.shape import ModelShape
 
@@ -155,6 +157,22 @@ def small_recipes(folder: Path, **samples: int) -> None:
 
 def block(page: Path, language: str, number: int = 0) -> str:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)[number]
+
+
+def logged() -> list[str]:
+    """Messages of the log lines from now on, until the test ends."""
+    handler = _Messages()
+    replace_handlers([handler])
+    return handler.lines
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def typed(place: Path, line: str) -> str:

@@ -28,9 +28,6 @@ class Kept:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append(dict(metrics))
 
-    def note(self, text: str) -> None:
-        pass
-
     def spans(self, spans: Sequence[Span]) -> None:
         pass
 
@@ -64,7 +61,6 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             CheckpointSection(),
             LearnerState(learner),
             sync,
-            driver.recorder.note,
         )
         try:
             for number, (name, overrides) in enumerate(cases.items()):

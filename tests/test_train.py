@@ -196,7 +196,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
     log: list[str] = []
     driver: Any = SimpleNamespace(
         recorder=recorder(),
-        evaluate=lambda step: {"at": step},
+        evaluate=lambda: {"at": 0},
         syncing=lambda: Part("awake", log),
         sampler=SimpleNamespace(last_sync={"pause_s": 0.1, "nbytes": 1}),
     )

@@ -10,7 +10,7 @@ folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
 from megatron_rl.files import fsync, remove
+from megatron_rl.logs import logger
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import read_tensors, write_tensors
 from megatron_rl.processes.threads import Throttle, in_thread
@@ -79,13 +80,11 @@ class Saver:
         section: CheckpointSection,
         learner: SavedLearner,
         sync: SavedSync,
-        note: Callable[[str], None],
     ) -> None:
         self._root = root
         self._section = section
         self._learner = learner
         self._sync = sync
-        self._note = note
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
         self._small: _Small | None = None
@@ -235,7 +234,7 @@ class Saver:
                 older = f"the newest one is of step {kept[0]}"
             else:
                 older = "there is none yet"
-            self._note(
+            logger("checkpoint").warning(
                 f"the checkpoint of step {step} was not saved ({problem}); the run continues, "
                 f"{older}"
             )

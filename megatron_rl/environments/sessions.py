@@ -34,7 +34,7 @@ from megatron_rl.environments.session import EnvironmentSession, PolicyClient, R
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.heartbeat import waiting
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.generation import GenerationHandle, collect_rollouts
+from megatron_rl.sampler.generation import GenerationHandle, GenerationSource
 from megatron_rl.sampler.sampler import Sampler, request_seed
 from megatron_rl.types import NOTHING, Prompt, Rollout, SamplingParams, Session
 
@@ -45,7 +45,7 @@ class SessionsEnded(RuntimeError):
     """The sampler of sessions is closed."""
 
 
-class Sessions:
+class Sessions(GenerationSource):
     """Sampler whose responses are complete conversations."""
 
     def __init__(
@@ -80,20 +80,6 @@ class Sessions:
         if self.pool.about.agent:
             self._gateway = Gateway()
             self._loop.call(self._gateway.open())
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        seed: int,
-        first_group: int,
-        step: int,
-    ) -> list[Rollout]:
-        """Return rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its
-        index.
-        """
-        return collect_rollouts(self.stream(params, seed=seed, patient=False), prompts, first_group)
 
     def stream(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True

@@ -55,7 +55,6 @@ class Learner(ForwardPasses):
         model: Model,
         config: Config,
         dump_dir: Path | None = None,
-        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__(model, config)
         self.loss = config.loss
@@ -66,10 +65,8 @@ class Learner(ForwardPasses):
             0,
             0,
         )
-        self.profiler = Profiler(
-            config.log.profile_steps, dump_dir, self.rank if speaks else None, note
-        )
-        self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
+        self.profiler = Profiler(config.log.profile_steps, dump_dir, self.rank if speaks else None)
+        self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir)
         self._own_logprobs_N: Tensor | None = None
 
     def update(

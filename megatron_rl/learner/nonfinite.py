@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.policy import RANDOM, Policy
+from megatron_rl.logs import logger
 from megatron_rl.loss.prox_pass import DRAWS
 from megatron_rl.models.tensors import read_tensors, write_tensors
 
@@ -51,12 +52,10 @@ class NonFiniteUpdates:
         learner: Policy,
         weights: Callable[[], Iterator[Block]],
         dump_dir: Path | None,
-        note: Callable[[str], None],
     ) -> None:
         self._learner = learner
         self._weights = weights
         self._dump_dir = dump_dir
-        self._note = note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         self._draws = any(getattr(learner.megatron_config, name) for name in DRAWS)
         self._random: dict[str, Tensor] = {}
@@ -95,7 +94,7 @@ class NonFiniteUpdates:
                 f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. "
                 "Lower optim.lr, or fix the cause of the value, and resume from a checkpoint"
             )
-        self._note(f"{found}: not a number, so this update is skipped{where}")
+        logger("learner").warning(f"{found}: not a number, so this update is skipped{where}")
 
     def _dump(
         self, dump_dir: Path, minibatch: Minibatch | None, metrics: Mapping[str, float]

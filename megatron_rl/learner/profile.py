@@ -4,12 +4,14 @@ is out of memory.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl.logs import logger
 
 # traced micro-batches per pass, its last ones: an update of 36 layers is 60 MB on a CPU, 4
 # compressed
@@ -29,13 +31,11 @@ class Profiler:
         steps: Sequence[int],
         folder: Path | None,
         rank: int | None,
-        note: Callable[[str], None],
     ) -> None:
         # rank: None if another rank records
         self._steps = steps if folder is not None and rank is not None else ()
         self._folder = folder or NO_FOLDER
         self._rank = rank
-        self._note = note
         self._step: int | None = None
         self._passes = self._to_come = 0
         self._running: profile | None = None
@@ -86,7 +86,7 @@ class Profiler:
         except OSError as error:  # the run continues
             said = f"no trace in {folder}: {error.strerror or error}"
         if self._passes == 1:
-            self._note(f"profile of step {self._step}: {said}")
+            logger("learner").info(f"profile of step {self._step}: {said}")
 
 
 @contextmanager

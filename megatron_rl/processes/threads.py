@@ -102,19 +102,12 @@ class EventLoopThread:
                 raise self.ended()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def call(
-        self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None
-    ) -> T:
-        """Run a coroutine to its end and return the result; an interrupt of the caller cancels it.
-
-        `meanwhile` is called periodically in the caller's thread, for work that cannot wait for a
-        long call's end.
-        """
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end and return the result; an interrupt of the caller cancels it."""
         future = self.submit(coroutine)
         try:
             while not wait([future], MEANWHILE_S).done:
                 self.check()
-                meanwhile()
             return future.result()
         except CancelledError:
             raise self.ended() from None

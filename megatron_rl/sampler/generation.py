@@ -8,10 +8,10 @@ import asyncio
 import queue
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from typing import Any
+from typing import Protocol
 
 from megatron_rl.processes.threads import MEANWHILE_S, EventLoopThread, cancel_all
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 
 class GenerationHandle:
@@ -24,16 +24,12 @@ class GenerationHandle:
         *,
         waiting: Callable[[], AbstractContextManager[None]],
         close: Callable[[], None],
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """`answer`: generates a prompt's group, on the loop. `waiting`: context around waits.
-        `meanwhile`: called periodically in the waiting thread.
-        """
+        """`answer`: generates a prompt's group, on the loop. `waiting`: context around waits."""
         self._loop = loop
         self._answer = answer
         self._waiting = waiting
         self._close = close
-        self._meanwhile = meanwhile
         self._found: queue.SimpleQueue[list[Rollout] | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._open = 0
@@ -76,7 +72,6 @@ class GenerationHandle:
                 return self._found.get(timeout=MEANWHILE_S)
             except queue.Empty:
                 self._loop.check()
-                self._meanwhile()
 
     async def _begin(self, prompts: Sequence[Prompt], first_group: int) -> None:
         for group, prompt in enumerate(prompts, first_group):
@@ -94,14 +89,25 @@ class GenerationHandle:
             self._found.put(error)
 
 
-def collect_rollouts(stream: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """Return the rollouts of all prompts, group by group, from a GenerationHandle, which is closed
-    at the end.
-    """
-    groups: list[list[Rollout]] = []
-    with closing(stream):
-        stream.add(prompts, first_group)
-        while more := stream.finished():
-            groups += more
-    groups.sort(key=lambda group: group[0].group)
-    return [rollout for group in groups for rollout in group]
+class GenerationSource(Protocol):
+    """Sampler, or sampler of whole conversations."""
+
+    def stream(
+        self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
+    ) -> GenerationHandle:
+        """Generate responses to prompts, group by group. `patient`: see Engine.generate."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int = 0
+    ) -> list[Rollout]:
+        """Return rollouts by prompt, sample, branch; a prompt's group is `first_group` plus its
+        index.
+        """
+        groups: list[list[Rollout]] = []
+        with closing(self.stream(params, seed=seed, patient=False)) as stream:
+            stream.add(prompts, first_group)
+            while more := stream.finished():
+                groups += more
+        groups.sort(key=lambda group: group[0].group)
+        return [rollout for group in groups for rollout in group]

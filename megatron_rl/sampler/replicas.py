@@ -4,7 +4,7 @@ supervisor; opens dispatchers, reports health, reads modules' outputs.
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,13 @@ SHUT_S = 5.0  # for pending supervisor tasks
 class Replicas:
     """Engines of a sampler. Used from the sampler's event loop only, except `end_processes`."""
 
-    def __init__(
-        self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: EngineSettings, vocabulary: int) -> None:
         self._settings = settings
         self._state = SamplerState(
             start_timeout_s=settings.sampler.start_timeout_s,
             request_timeout_s=settings.sampler.request_timeout_s,
             max_tokens=settings.max_tokens,
             vocabulary=vocabulary,
-            note=note,
             transport=settings.transport,
         )
         self.all: list[Replica] = []

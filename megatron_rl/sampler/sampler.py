@@ -13,7 +13,6 @@ transports drive a sampler too. On a GPU the same code runs with other engine ar
 from __future__ import annotations
 
 import asyncio
-import queue
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -37,7 +36,7 @@ from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import Dispatcher, Meter, Request
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
-from megatron_rl.sampler.generation import GenerationHandle, collect_rollouts
+from megatron_rl.sampler.generation import GenerationHandle, GenerationSource
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
@@ -59,12 +58,9 @@ class SamplerStats:
     restarts: int = 0
 
 
-class Sampler:
+class Sampler(GenerationSource):
     """Sampler over one or several engines. Any thread may send requests; one at a time may update
     its weights, or close it.
-
-    `note` receives a line whenever an engine fails or comes back. Only the thread that has launched
-    the sampler passes lines on.
     """
 
     def __init__(
@@ -72,7 +68,6 @@ class Sampler:
         settings: EngineSettings,
         hf_folder: Path,
         log_dir: Path,
-        note: Callable[[str], None] = lambda line: None,
         *,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
@@ -82,10 +77,7 @@ class Sampler:
         self._settings = settings
         self._hf_folder = hf_folder
         self._log_dir = log_dir
-        self._note = note
-        self._notes = queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
-        self._owner = threading.get_ident()
         self._meter = Meter()
         self._restarts = 0  # before the last launch
         self._loop: EventLoopThread | None = None
@@ -97,14 +89,13 @@ class Sampler:
     def launch(self) -> None:
         """Start the engines without waiting for them: later calls wait."""
         self.close()
-        self._owner = threading.get_ident()
         self._started = False
         self.policy_version = NO_VERSION
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
         self._loop = EventLoopThread("sampler", lambda: SamplerError(NOT_RUNNING))
         try:
             vocabulary = ModelShape.from_hf(read_hf_config(self._hf_folder)).vocab
-            self._replicas = Replicas(self._settings, vocabulary, self._notes.put)
+            self._replicas = Replicas(self._settings, vocabulary)
             where = self._hf_folder, Path(self._folder.name), self._log_dir
             self._loop.call(self._replicas.open(*where, self._worker_extension))
         except BaseException:
@@ -126,26 +117,9 @@ class Sampler:
         self.launch()
         self.wait_ready()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        seed: int,
-        first_group: int,
-        step: int,
-    ) -> list[Rollout]:
-        """Return rollouts ordered by prompt, then sample; a prompt's group is `first_group` plus
-        its index.
-        """
-        if not prompts:
-            return []
-        return collect_rollouts(self.stream(params, seed=seed, patient=False), prompts, first_group)
-
     def stream(
         self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
     ) -> GenerationHandle:
-        """Generate responses to prompts, group by group. `patient`: see Engine.generate."""
         loop, dispatcher = self._dispatcher(patient)
 
         def answer(prompt: Prompt, group: int) -> Awaitable[list[Rollout]]:
@@ -156,7 +130,6 @@ class Sampler:
             answer,
             waiting=self._waiting,
             close=partial(self._give_up, dispatcher),
-            meanwhile=self._pass_on_notes,
         )
 
     def turns(self, params: SamplingParams, *, patient: bool) -> TurnClient:
@@ -299,7 +272,6 @@ class Sampler:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-        self._pass_on_notes()
 
     def __enter__(self) -> Self:
         self.start()
@@ -320,22 +292,15 @@ class Sampler:
         if loop is None or replicas is None:
             raise SamplerError(NOT_RUNNING)
         with self._waiting():
-            return loop.call(ask(replicas), self._pass_on_notes)
+            return loop.call(ask(replicas))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Mark this process as waiting for the engines."""
         section = self._settings.sampler
         limit_s = max(section.request_timeout_s, section.start_timeout_s)
-        try:
-            with waiting("server" if uses_servers(section) else "engine", limit_s):
-                yield
-        finally:
-            self._pass_on_notes()
-
-    def _pass_on_notes(self) -> None:
-        while threading.get_ident() == self._owner and not self._notes.empty():
-            self._note(self._notes.get())
+        with waiting("server" if uses_servers(section) else "engine", limit_s):
+            yield
 
 
 class TurnClient:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
+from megatron_rl.logs import logger
 from megatron_rl.processes.health import EngineHealth
 from megatron_rl.processes.heartbeat import own
 from megatron_rl.sampler.client.engine_client import EngineClient
@@ -22,6 +23,8 @@ from megatron_rl.sampler.client.lines import ENDED, PortLine, SocketLine
 from megatron_rl.sampler.dispatch import Dispatcher
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+log = logger("sampler")
 
 MAX_RESTARTS = 3  # of each engine; one that dies more often is not restarted again
 POLL_S = 0.2
@@ -42,7 +45,6 @@ class SamplerState:
     request_timeout_s: float
     max_tokens: int  # of prompt and response together: every engine must support it
     vocabulary: int
-    note: Callable[[str], None]
     transport: Transport = Transport.file
     init_info: dict[str, Any] | None = None  # arguments of the engines before the first update
     # policy versions so far, the current one last
@@ -77,7 +79,7 @@ class SamplerState:
     def mark_down(self, replica: Replica, reason: str) -> None:
         reason = reason.removeprefix(f"{replica.name}: ")
         if replica.ready:
-            self.note(f"{replica.name} is unavailable: {reason}")
+            log.warning(f"{replica.name} is unavailable: {reason}")
         replica.mark_down(reason)
         self.publish()
 
@@ -125,7 +127,7 @@ class Supervisor:
             try:
                 await self._bring_up()
             except WeightSyncError as error:
-                self._state.note(
+                log.info(
                     f"{replica.name} refuses policy version {self._state.version} as it is kept "
                     f"({error}). This takes one of its {MAX_RESTARTS} restarts, and so does each "
                     "further try before the next version"
@@ -163,7 +165,7 @@ class Supervisor:
             state.restarted += 1
             self.start_process()
             count = f"{replica.restarts} of {MAX_RESTARTS} restarts"
-            state.note(f"{replica.name} starts again ({count}): {replica.reason}")
+            log.info(f"{replica.name} starts again ({count}): {replica.reason}")
         if self._child is not None and replica.process is not None:
             await self._child.open()
             await self._child.start(replica.process.settings.arguments, state.start_timeout_s)
@@ -172,7 +174,7 @@ class Supervisor:
             await self._connect()
         await self._unless_down(self._make_current())
         if again:
-            state.note(f"{replica.name} is back with policy version {replica.version}")
+            log.info(f"{replica.name} is back with policy version {replica.version}")
         state.publish()
 
     async def _connect(self) -> None:
@@ -250,7 +252,6 @@ class Supervisor:
         failed in a row.
         """
         replica = self.replica
-        state = self._state
         slow = 0
         unanswered = 0
         next_look = time.monotonic() + PROBE_EVERY_S
@@ -266,10 +267,10 @@ class Supervisor:
             if unanswered >= UNANSWERED:
                 return f"failed {UNANSWERED} health checks in a row: {look.slow}"
             if slow >= SLOW and not look.slow:
-                state.note(f"{replica.name} replies again")
+                log.info(f"{replica.name} replies again")
             slow = slow + 1 if look.slow else 0
             if slow == SLOW:
-                state.note(f"{replica.name} is slow to reply: {look.slow}")
+                log.info(f"{replica.name} is slow to reply: {look.slow}")
         return replica.reason
 
     async def _failed(self, reason: str) -> None:
@@ -299,7 +300,7 @@ class Supervisor:
             await asyncio.sleep(PROBE_EVERY_S)
         elif replica.restarts >= MAX_RESTARTS:
             replica.give_up(f"given up after {MAX_RESTARTS} restarts: {details}")
-            state.note(
+            log.info(
                 f"{replica.name} is not restarted again after {MAX_RESTARTS} restarts: {reason}"
             )
         else:

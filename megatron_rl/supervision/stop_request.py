@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
 
+from megatron_rl.logs import logger
 from megatron_rl.processes import job
 from megatron_rl.processes.process import STOP_AFTER_STEP, LastingHandler, raise_interrupt, release
 from megatron_rl.tracking.console import duration
@@ -61,12 +62,11 @@ class StopRequest:
     the first.
     """
 
-    def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
+    def __init__(self, clock: PhaseClock, run: Path) -> None:
         self.step: int | None = None
         self.reason: str | None = None  # None until a stop is requested
         self.save_s: float | None = None  # the longest save so far
         self._clock = clock
-        self._note = note
         self._run = run
         self._asked_at = 0.0
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
@@ -195,7 +195,7 @@ class StopRequest:
     def _give_up(self, why: str, limit: float | None) -> None:
         self._given_up = self.reason
         self._say(
-            f"{self.reason}, {why}: the last finished step is saved; this one will be repeated",
+            f"{self.reason}, {why}: the rest of this step is skipped, and the newest finished update is saved",
             limit,
         )
         signal.pthread_kill(self._main, WAKE)
@@ -208,7 +208,7 @@ class StopRequest:
 
     def _say(self, text: str, limit_s: float | None) -> None:
         """`limit_s`: how long a launcher waits, from the signal on; None: for ever."""
-        self._note(text)
+        logger("run").info(text)
         with suppress(OSError):  # the same text is on the screen
             beat(self._run, stopping={"said": text, "limit_s": limit_s})
 

@@ -112,7 +112,8 @@ class Silence:
         starts = not text.is_file() or " train: step " not in text.read_text(encoding="utf-8")
         self._due_s = quiet_s + (QUIET_S if starts else min(quiet_s, RARELY_S))
         more = said_by_engines(self._logs) if starts else ""
-        logger("launcher").info(f"{phase_now()}, {duration(quiet_s)}{more}")
+        phase = "engines start" if more else phase_now()
+        logger("launcher").info(f"{phase}, {duration(quiet_s)}{more}")
 
 
 def shown(names: Iterable[str], others: Iterable[Row] = SHOWN) -> list[Row]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from megatron_rl.logs import logger
 from megatron_rl.types import Scored
 
 if TYPE_CHECKING:
@@ -70,9 +71,8 @@ class LineFile:
 class Disk:
     """Files of a run that its driver appends to; tracks writes that a full disk prevented."""
 
-    def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._note = note
         self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.timeline)}
         self._full: set[str] = set()  # kinds of records whose last write failed
         self._lost_rollouts = 0
@@ -117,13 +117,13 @@ class Disk:
         path = self._run.path
         if not written and what not in self._full:
             self._full.add(what)
-            self._note(
-                f"warning: {path} has no room for {what}. The run continues: lines wait in "
+            logger("run").warning(
+                f"{path} has no room for {what}. The run continues: lines wait in "
                 "memory, rollouts are left out. Free space there."
             )
         elif written and what in self._full:
             self._full.remove(what)
-            self._note(f"{path} has room again: {what} are recorded")
+            logger("run").info(f"{path} has room again: {what} are recorded")
 
 
 @contextmanager

@@ -83,13 +83,13 @@ class Recorder:
         self._log_handler = _LogHandler(self._display, self.run.logs / "driver.log")
         self._other_handlers = replace_handlers([self._log_handler])
         self._log = logger("run")
-        self._disk = Disk(self.run, self._log.warning)
+        self._disk = Disk(self.run)
         self._wandb: WandbLog | None = None
         if moved:
             self._log.info(moved)
         if mode is not Wandb.none:
             resolved = read_yaml(resolved_yaml)
-            self._wandb = WandbLog(resolved, run_dir, mode, logger("wandb").info, self._last_step)
+            self._wandb = WandbLog(resolved, run_dir, mode, self._last_step)
         self._note_places()
 
     @contextmanager

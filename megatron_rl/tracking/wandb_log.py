@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
 from megatron_rl.files import read_bounded, write_atomic
+from megatron_rl.logs import logger
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.tracking.alarms import AlarmEvent
 from megatron_rl.tracking.metrics_file import read_metrics
@@ -146,10 +147,8 @@ class WandbLog(WandbRun):
         resolved: Mapping[str, Any],
         run_dir: Path,
         mode: Wandb,
-        note: Callable[[str], None] = lambda line: None,
         resumes_after: int | None = None,
     ) -> None:
-        self._note = note
         self._gone = False
         self._held = -1  # the last step that W&B has
         if resumes_after is not None and (run_dir / ID).is_file():
@@ -204,7 +203,7 @@ class WandbLog(WandbRun):
             return say()
         except Exception as error:  # errors of its pipe or its service, of any type
             self._gone = True
-            self._note(
+            logger("wandb").warning(
                 f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
                 "without it; metrics.jsonl has every step."
             )

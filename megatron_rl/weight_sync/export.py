@@ -13,12 +13,15 @@ from typing import Protocol
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
+from megatron_rl.logs import logger
 from megatron_rl.models.hf_folder import INDEX, copy_companions, packed
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import stored_tensors
 from megatron_rl.tracking.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights, this_rank
+
+log = logger("checkpoint")
 
 FILE_BYTES = 4 << 30
 
@@ -34,7 +37,6 @@ def export_models(
     run_dir: Path,
     best: str | None,
     has_time: Callable[[], bool],
-    note: Callable[[str], None],
 ) -> None:
     """Export the last policy, and the best one if `best` names a metric: at the end of a run, on
     every rank.
@@ -44,19 +46,19 @@ def export_models(
     run = RunDir(run_dir)
     if not has_time():
         newest = max(checkpoints.steps(run.checkpoints), default=None)
-        note(f"no time is left to write {run.model}; {_way_out(run, newest)}")
+        log.warning(f"no time is left to write {run.model}; {_way_out(run, newest)}")
         return
     export_hf(learner, origin, run.model)
     if best is None:
         return
     found = exchange(checkpoints.best_of(run.checkpoints, best))[0]
     if found is None:
-        note(f"no checkpoint was kept for {best}: there is no {run.best_model}")
+        log.warning(f"no checkpoint was kept for {best}: there is no {run.best_model}")
     elif has_time():
         learner.load_hf(checkpoints.path_of(run.checkpoints, found[0]) / checkpoints.POLICY)
         export_hf(learner, origin, run.best_model)
     else:
-        note(f"no time is left to write {run.best_model}; {_way_out(run, found[0])}")
+        log.warning(f"no time is left to write {run.best_model}; {_way_out(run, found[0])}")
 
 
 def _way_out(run: RunDir, step: int | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from helpers import logged
 from learner_cases import make_batch, make_targets, update
 
 from megatron_rl.checkpoint import checkpoints
@@ -36,14 +37,14 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """
     batch = make_batch()
     root = Path(job["root"])
-    said = list[str]()
+    said = logged()
     targets = make_targets(batch, torch.zeros(batch.mask_N.shape))
     for _ in range(2):
         update(learner, batch, targets)
     if learner.is_driver:
         root.mkdir()
     learner.broadcast()
-    saver = Saver(root, CheckpointSection(), LearnerState(learner), Scales(), said.append)
+    saver = Saver(root, CheckpointSection(), LearnerState(learner), Scales())
 
     def save(step: int) -> dict[str, Any]:
         returned = Event()

@@ -49,7 +49,7 @@ def prompt(ids: object, **sampling: object) -> dict:
         ("cancel", {"requests": [1, 2]}),
         ("init_weight_transfer_engine", {"init_info": {}}),
         ("update_weights", {"update_info": UPDATE}),
-        ("finish_weight_update", {"stand": True}),
+        ("finish_weight_update", {"pause": True}),
         ("sleep", {"level": 2}),
         ("wake", {"tags": ["weights", "kv_cache"]}),
         ("wake", {"tags": None}),

@@ -235,7 +235,7 @@ class Live:
             marker.unlink(missing_ok=True)
 
     def rollouts(self, seed: int = 1, params: SamplingParams = SAMPLING) -> list[Rollout]:
-        return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
+        return self.sampler.generate(PROMPTS, params, seed=seed)
 
     def answers(self, **how: Any) -> list[tuple]:
         return essence(self.rollouts(**how))
@@ -307,4 +307,4 @@ def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
     )
     assert json.loads((folder / "config.json").read_text())["architectures"]
     with forking(), Sampler(settings, live.model.folder, tmp_path) as sampler:
-        return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)
+        return sampler.generate(PROMPTS, SAMPLING, seed=1)

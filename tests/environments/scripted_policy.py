@@ -130,7 +130,7 @@ class Played:
             for number, row in enumerate(rows or ({},))
         ]
         params = SamplingParams(samples=samples, max_tokens=self.params.max_tokens)
-        rollouts = self.sessions.generate(prompts, params, seed=1, first_group=0, step=0)
+        rollouts = self.sessions.generate(prompts, params, seed=1)
         return [[one for one in rollouts if one.group == number] for number in range(len(prompts))]
 
     def sampled(self, rollout: Rollout) -> str:

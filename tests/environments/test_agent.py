@@ -19,7 +19,7 @@ from openai import OpenAI
 from megatron_rl.config.schema import Credit
 from megatron_rl.environments import agent
 from megatron_rl.environments.session import PolicyClient
-from megatron_rl.processes import strangers
+from megatron_rl.processes import unauthenticated
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.sampler.client.interface import SamplerError
 
@@ -257,7 +257,7 @@ def test_a_long_request_holds_no_other_session_up(tmp_path: Path) -> None:
 def test_strangers_are_few(
     asked: Asked, files: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "descriptors", lambda: files)
+    monkeypatch.setattr(unauthenticated, "descriptors", lambda: files)
     opened = half_open(asked.gateway._port, 300)
     wait_for(lambda: len(asked.gateway._server.connections) <= most)
     assert asked(HELLO)[0] == 200

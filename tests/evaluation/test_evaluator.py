@@ -35,7 +35,7 @@ def evaluated(config: Config, *groups: str) -> dict[str, float]:
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(len(groups)))
     (about,) = held_out(config)
     scorer = Scorer(about.reward, script, Words())  # type: ignore[arg-type]
-    return Evaluator(about, prompts, script, scorer).evaluate(0)
+    return Evaluator(about, prompts, script, scorer).evaluate()
 
 
 def config(**section: Any) -> Config:
@@ -78,7 +78,7 @@ def test_without_answers_to_compare_there_is_no_vote() -> None:
     )
     scorer = Scorer(own, script, Words())  # type: ignore[arg-type]
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(2))
-    found = Evaluator(about, prompts, script, scorer).evaluate(0)
+    found = Evaluator(about, prompts, script, scorer).evaluate()
     assert "eval/pass@4" in found
     assert "eval/maj@4" not in found
 

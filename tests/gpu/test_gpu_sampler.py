@@ -104,9 +104,7 @@ class Run:
         return self.answers()
 
     def answers(self) -> list[tuple]:
-        rollouts: list[Rollout] = self.sampler.generate(
-            PROMPTS, SAMPLING, seed=1, first_group=0, step=0
-        )
+        rollouts: list[Rollout] = self.sampler.generate(PROMPTS, SAMPLING, seed=1)
         return [
             (one.token_ids, tuple(round(value, 3) for value in one.logprobs)) for one in rollouts
         ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import logged
 from learner_cases import Fields, make_batch, make_targets, update
 from push_rank import Receiver
 
@@ -34,7 +35,7 @@ def whole(learner: Learner, job: Fields) -> Fields:
     assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
     batch = make_batch()
     root = Path(job["root"])
-    notes = []
+    notes = logged()
     if learner.is_driver:
         root.mkdir()
         (root / "config.json").write_text(json.dumps(job["hf"]))
@@ -43,9 +44,7 @@ def whole(learner: Learner, job: Fields) -> Fields:
     quantization = QuantizationSection(Format.int8, smoothing=0.5, kv_cache=KvCache.fp8)
     config = Config(quantization=quantization, sync=SyncSection(dir=str(root), full_every=2))
     sync = WeightSync(learner, receiver if learner.is_driver else None, config)
-    saver = Saver(
-        root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, notes.append
-    )
+    saver = Saver(root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync)
     if learner.is_driver:
         (root / "checkpoints").mkdir()
     learner.keep_reference()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import logged
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.learner.profile import MICRO_BATCHES, Profiler, dump_on_oom
@@ -28,8 +29,8 @@ def names(trace: Path) -> set[str]:
 
 
 def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path) -> None:
-    notes = []
-    profiler = Profiler([2, 4], tmp_path, 3, notes.append)
+    notes = logged()
+    profiler = Profiler([2, 4], tmp_path, 3)
     for step in range(1, 4):
         passes(profiler, step, MICRO_BATCHES + 2, 1, 0)
     with profiler.tracing("forward", 1):  # a probe's, outside a step
@@ -49,7 +50,7 @@ def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path)
 @pytest.mark.parametrize("rank", [0, None])
 def test_nothing_is_recorded_elsewhere(tmp_path: Path, rank: int | None) -> None:
     passes(
-        Profiler([1] if rank is None else [], tmp_path, rank, print),
+        Profiler([1] if rank is None else [], tmp_path, rank),
         1,
         2,
     )
@@ -57,9 +58,9 @@ def test_nothing_is_recorded_elsewhere(tmp_path: Path, rank: int | None) -> None
 
 
 def test_a_trace_without_a_place_does_not_end_the_run(tmp_path: Path) -> None:
-    notes = []
+    notes = logged()
     (tmp_path / "profile_1").write_text("in the way")
-    passes(Profiler([1], tmp_path, 0, notes.append), 1, 1)
+    passes(Profiler([1], tmp_path, 0), 1, 1)
     assert len(notes) == 1
 
 

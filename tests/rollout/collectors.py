@@ -44,7 +44,7 @@ class Script:
         *,
         seed: int,
         first_group: int,
-        step: int,
+        step: int = 0,
     ) -> list[Rollout]:
         return [
             rollout(

@@ -42,7 +42,6 @@ class LiveFleet:
     sampler: Sampler
     model: TinyModel
     directory: Path
-    notes: list[str] = field(default_factory=list)
     peers: dict[int, Qwen3ForCausalLM] = field(default_factory=dict)  # by the seed of their weights
 
     def update(
@@ -74,7 +73,7 @@ class LiveFleet:
     def rollouts(
         self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1
     ):
-        return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
+        return self.sampler.generate(prompts, params, seed=seed)
 
     def open(self) -> list[int]:
         """Number of open samples of each server."""

@@ -183,7 +183,7 @@ def test_a_refused_update_changes_nothing(subject: Subject) -> None:
 
 
 def test_a_paused_engine_resumes_on_request(subject: Subject) -> None:
-    subject.update(stand=True)
+    subject.update(pause=True)
 
     async def ask() -> bool:
         asked = asyncio.ensure_future(

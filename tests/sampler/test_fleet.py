@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import psutil
 import pytest
-from helpers import wait_for
+from helpers import logged, wait_for
 from live_fleet import (
     FORMATS,
     KEY,
@@ -41,10 +41,9 @@ CLOSE = 0.02  # nats: what two BF16 engines with the same weights are apart at m
 def live(tmp_path_factory) -> Iterator[LiveFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "hf", True)
-    notes = []
     settings = make_settings(engines=2, formats=FORMATS)
-    with startable(), Sampler(settings, model.folder, folder, note=notes.append) as sampler:
-        fleet = LiveFleet(sampler, model, folder, notes)
+    with startable(), Sampler(settings, model.folder, folder) as sampler:
+        fleet = LiveFleet(sampler, model, folder)
         fleet.update(1)
         yield fleet
 
@@ -198,6 +197,7 @@ def test_an_update_that_one_engine_refuses_reaches_none_and_harms_no_answer(live
 )
 def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live):
     live.update(8)
+    notes = logged()
     old = live.sampler.policy_version
     victim = live.replicas[0]
     pid = victim.process.pid
@@ -215,7 +215,7 @@ def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt
     }
     assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
-    assert any("(int8) is unavailable" in line for line in live.notes)
+    assert any("(int8) is unavailable" in line for line in notes)
 
     wait_for(lambda: all(replica.ready for replica in live.replicas))
     again = live.rollouts()
@@ -234,9 +234,9 @@ def test_a_server_answers_like_an_engine_of_the_run(live, far):
     try:
         answers = []
         for sampler in (far, live.sampler):
-            several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
+            several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4)
             filtered = replace(SAMPLING, top_k=5, top_p=0.9, candidates=16)
-            kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4, step=0)
+            kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4)
             answers.append(several + kept)
     finally:
         held.end_update()

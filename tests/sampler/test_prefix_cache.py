@@ -44,8 +44,6 @@ def ask(live: Live) -> list[Rollout]:
         [PROMPT],
         PARAMS,
         seed=3,
-        first_group=0,
-        step=0,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import logged
 from tiny_engine import PROMPTS, Live, essence, rest, start_live
 
 from megatron_rl.config.schema import Format
@@ -34,8 +35,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 def test_it_comes_back_with_its_weights(
     live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes = []
-    monkeypatch.setattr(live.sampler, "_note", notes.append)
+    notes = logged()
     first = live.answers(params=LONG)
     live.kill()
     assert live.answers(params=LONG) == first

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import logged
 from scripted_engine import HANG_S, replica, until
 
 from megatron_rl.config.schema import Format, Transport
@@ -29,10 +30,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(use: Callable[[SamplerState], Any]) -> tuple[Any, list[str]]:
-    notes = []
+    notes = logged()
 
     async def main() -> Any:
-        state = SamplerState(0.2, 30.0, 48, 100, notes.append)
+        state = SamplerState(0.2, 30.0, 48, 100)
         return await asyncio.wait_for(use(state), HANG_S)
 
     return asyncio.run(main()), notes

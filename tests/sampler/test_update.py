@@ -66,7 +66,7 @@ def swapped(
 
     state, result = run(use)
     assert not any(one.state is State.updating for one in replicas)
-    assert not any(one.ready and one.engine.stands for one in replicas), "left paused"
+    assert not any(one.ready and one.engine.paused for one in replicas), "left paused"
     return state, replicas, events, result
 
 
@@ -102,7 +102,7 @@ def test_a_single_engine_does_not_pause_and_held_updates_are_released():
 
     run(use)
     assert [event.split()[-1] for event in events] == ["start", "stage", "finish"]
-    assert one.engine.received["finish"] == {"stand": False}
+    assert one.engine.received["finish"] == {"pause": False}
 
 
 @pytest.mark.parametrize("background", [True, False])

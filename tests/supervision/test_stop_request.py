@@ -14,7 +14,7 @@ from pathlib import Path
 
 import kills
 import pytest
-from helpers import wait_for
+from helpers import logged, wait_for
 from preloaded import run
 
 from megatron_rl.checkpoint import checkpoints
@@ -83,7 +83,7 @@ def asked(run_folder: Path, handlers: None) -> Iterator[StopRequest]:
     open_run(run_folder, IfExists.refuse, "run: {name: run}")
     mark_status(run_folder, "running")
     try:
-        with StopRequest(Clock(), print, run_folder) as request:
+        with StopRequest(Clock(), run_folder) as request:
             request.save_s = 1.0
             yield request
     finally:
@@ -96,7 +96,7 @@ from pathlib import Path
 from compiled_kernel import compile_here
 from megatron_rl.tracking.timeline import PhaseClock
 from megatron_rl.supervision.stop_request import StopRequest
-with StopRequest(PhaseClock(), print, Path(sys.argv[1])) as request:
+with StopRequest(PhaseClock(), Path(sys.argv[1])) as request:
     request.step = 1
     compile_here()
     time.sleep(2)
@@ -203,8 +203,7 @@ def test_a_late_save_has_its_time(limited: StopRequest, run_folder: Path) -> Non
 
 
 def test_a_step_is_given_up_once(limited: StopRequest, run_folder: Path) -> None:
-    notes: list[str] = []
-    limited._note = notes.append
+    notes = logged()
     limited._clock.seconds = 600.0  # type: ignore[attr-defined]
     for number, words in (
         (signal.SIGUSR1, "is finished and saved first"),

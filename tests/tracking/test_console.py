@@ -169,9 +169,9 @@ def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
         return stream.getvalue()[before:].rpartition(" INFO launcher: ")[2]
 
     assert said(1009) == ""
-    assert said(1010) == "start, 10s; vLLM: Starting\n"
+    assert said(1010) == "engines start, 10s; vLLM: Starting\n"
     assert said(1019) == ""
-    assert said(1020) == "rollout, 20s; vLLM: Starting\n"
+    assert said(1020) == "engines start, 20s; vLLM: Starting\n"
     (tmp_path / "driver.log").write_text("... INFO run: runs/x\n... INFO train: step 0/3\n")
     os.utime(tmp_path / "driver.log", (1025, 1025))
     assert said(1030) == ""  # the driver has just said something

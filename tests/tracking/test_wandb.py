@@ -43,8 +43,9 @@ from pathlib import Path
 import psutil
 from megatron_rl.config.schema import Wandb
 from megatron_rl.tracking.wandb_log import WandbLog
-said = []
-log = WandbLog({}, Path(sys.argv[1]), Wandb.offline, said.append)
+from helpers import logged
+said = logged()
+log = WandbLog({}, Path(sys.argv[1]), Wandb.offline)
 log.log(0, {"loss/total": 1.0})
 services = [one for one in psutil.Process().children(recursive=True) if "wandb-core" in " ".join(one.cmdline())]
 for one in services:
@@ -64,7 +65,7 @@ def test_a_service_that_is_killed(tmp_path: Path) -> None:
     run.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(run), str(said)],
-        env=os.environ | {"WANDB_SILENT": "true"},
+        env=os.environ | {"WANDB_SILENT": "true", "PYTHONPATH": str(Path(__file__).parents[1])},
         timeout=300,
     )
     assert done.returncode == 0

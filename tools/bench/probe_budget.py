@@ -194,7 +194,7 @@ def answered(
                 with closing(WeightSync(weights, sampler, config)) as sync:
                     sync.push(version)
                     params = SamplingParams(options.samples, options.tokens)
-                    fresh = sampler.generate(prompts, params, seed=version, first_group=0, step=0)
+                    fresh = sampler.generate(prompts, params, seed=version)
                     yield what, collate([Scored(one, reward=0.0) for one in fresh])
 
 

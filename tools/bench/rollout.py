@@ -271,15 +271,13 @@ def measure(format: Format, shape: str, repeats: int) -> tuple[float, float, flo
         folder = Path(name)
         hf_folder = write_model(folder / "hf", work)
         with (
-            Sampler(settings, hf_folder, folder, print) as sampler,
+            Sampler(settings, hf_folder, folder) as sampler,
             bare_engine(settings, hf_folder, folder, shape) as process,
         ):
             give_weights(sampler, hf_folder, folder, settings.quantization)
             for repeat in range(repeats + 1):
                 start = time.perf_counter()
-                rollouts = sampler.generate(
-                    prompts, params, seed=repeat, first_group=0, step=repeat
-                )
+                rollouts = sampler.generate(prompts, params, seed=repeat)
                 elapsed = time.perf_counter() - start
                 assert sum(len(rollout.token_ids) for rollout in rollouts) == work.tokens
                 same = ask_bare(process, repeat)

@@ -165,7 +165,7 @@ class Answers:
         times: list[float] = []
         while go_on(len(times)):
             started = time.perf_counter()
-            sampler.generate([prompt], params, seed=0, first_group=0, step=0)
+            sampler.generate([prompt], params, seed=0)
             times.append(time.perf_counter() - started)
         if times:
             return cls(len(times), statistics.median(times), max(times))

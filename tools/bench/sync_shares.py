@@ -177,8 +177,6 @@ def measure(
             [Prompt(0, (1, 2, 3), "", {})],
             SamplingParams(samples=1, max_tokens=2),
             seed=0,
-            first_group=0,
-            step=0,
         )
         assert answer, "the engine answers with what it was sent"
     finally:

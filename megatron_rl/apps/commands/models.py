@@ -141,7 +141,7 @@ def _eval(options: argparse.Namespace) -> int:
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
         for line in check_alone(config, stored.base, environment):
             note(line)
-        print(measure(config, stored, folder, note))
+        print(measure(config, stored, folder))
         print(f"pass rates, prompt by prompt: {folder}")
     return 0
 
@@ -157,7 +157,7 @@ def _chat(options: argparse.Namespace) -> int:
         if once is not None:
             _check_text(once)
         check_alone(config, stored.base)
-        with begun(config, stored, options.row, note) as chat:
+        with begun(config, stored, options.row) as chat:
             if once is not None:
                 try:
                     print(chat.answer(once))
@@ -231,7 +231,7 @@ def _mismatch(options: argparse.Namespace) -> int:
         with alone():
             from megatron_rl.apps.mismatch.mismatch import measure
 
-            print(measure(config, stored, options.sequences, options.tokens, note))
+            print(measure(config, stored, options.sequences, options.tokens))
     return 0
 
 

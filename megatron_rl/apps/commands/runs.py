@@ -91,16 +91,16 @@ def _describe(root: Path) -> str:
     for step in checkpoints.steps(root):
         try:
             found = checkpoints.verify(checkpoints.path_of(root, step))
-            verdict = "whole"
+            state = "complete"
         except checkpoints.IncompleteCheckpoint as error:
             rows.append((str(step), "", "", "", f"incomplete: {error}"))
             continue
         best = ""
         if found.best is not None:
             best = f"{found.best[0]} {found.best[1]:.4g}"
-        rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
+        rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, state))
     if rows:
-        return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows))
+        return "\n".join(table(("step", "saved", "size", "best", "state"), rows))
     return f"{root}: no checkpoints"
 
 

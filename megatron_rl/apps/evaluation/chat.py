@@ -27,6 +27,7 @@ from megatron_rl.environments.session import (
     TemplateError,
 )
 from megatron_rl.environments.templates import parser_of, problems
+from megatron_rl.logs import logger
 from megatron_rl.preflight.checks import refuse
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
@@ -76,7 +77,7 @@ class Chat:
         self.turns += 1
         prompt = Prompt(self.turns, tuple(ids), text, {})
         params = sampling(self.config, self.tokenizer)
-        (rollout,) = self.sampler.generate([prompt], params, seed=self.turns, first_group=0, step=0)
+        (rollout,) = self.sampler.generate([prompt], params, seed=self.turns)
         (said,) = self.tokenizer.decode([rollout.token_ids])
         self.messages.append({"role": "assistant", "content": said})
         return said
@@ -92,11 +93,9 @@ class Chat:
 
 
 @contextmanager
-def begun(
-    config: Config, stored: StoredModel, row: Mapping[str, Any], note: Callable[[str], None]
-) -> Iterator[Chat | ToolChat]:
+def begun(config: Config, stored: StoredModel, row: Mapping[str, Any]) -> Iterator[Chat | ToolChat]:
     """A chat with the model served by `config`, and the tools of its environment, started first."""
-    with _environment(config, stored.folder, note) as pool, served(config, stored, note) as sampler:
+    with _environment(config, stored.folder) as pool, served(config, stored) as sampler:
         tokenizer = FolderTokenizer(stored.folder)
         if pool is None:
             yield Chat(sampler, tokenizer, config, has_template(stored.folder))
@@ -106,9 +105,7 @@ def begun(
 
 
 @contextmanager
-def _environment(
-    config: Config, folder: Path, note: Callable[[str], None]
-) -> Iterator[EnvironmentPool | None]:
+def _environment(config: Config, folder: Path) -> Iterator[EnvironmentPool | None]:
     """Pool of the environment, checked with the model; None without one, or if it is an agent."""
     section = config.environment
     if section.name is None:
@@ -120,8 +117,8 @@ def _environment(
         except ConfigError as error:
             raise ConfigError(f"{error} (environment.name=null chats without it)") from None
         if pool.about.agent:
-            note(
-                f"note: environment.name: {section.name} is an agent, the user itself: the chat "
+            logger("chat").info(
+                f"environment.name: {section.name} is an agent, the user itself: the chat "
                 "goes without it"
             )
             yield None

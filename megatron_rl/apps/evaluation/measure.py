@@ -19,10 +19,12 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
 from megatron_rl.environments import sessions
-from megatron_rl.evaluation import Evaluator, Generates
+from megatron_rl.evaluation import Evaluator
 from megatron_rl.files import write_atomic
+from megatron_rl.logs import logger
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
+from megatron_rl.sampler.generation import GenerationSource
 from megatron_rl.tracking.console import table
 from megatron_rl.types import Verdict
 
@@ -62,7 +64,7 @@ def with_sets(config: Config, words: Sequence[str]) -> Config:
     )
 
 
-def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[str], None]) -> str:
+def measure(config: Config, stored: StoredModel, folder: Path) -> str:
     """The table. `folder` gets a file for each set, and a summary."""
     sets = held_out(config)
     tokenizer = FolderTokenizer(stored.folder)
@@ -70,14 +72,14 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
         opened = []
         for one in sets:
             found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
-            note(f"{one.path}: {found.describe()}")
+            logger("eval").info(f"{one.path}: {found.describe()}")
             pool = RewardPool(one.reward, config.run.variables)
             stack.callback(pool.close)
             pool.start()
             opened.append((one, found, Scorer(one.reward, pool, tokenizer)))
         folder.mkdir(parents=True, exist_ok=True)
-        sampler = stack.enter_context(served(config, stored, note, folder))
-        answers: Generates = sampler
+        sampler = stack.enter_context(served(config, stored, folder))
+        answers: GenerationSource = sampler
         if config.environment.name is not None:
             answers = stack.enter_context(sessions.opened(config, tokenizer, sampler))
         rows = []

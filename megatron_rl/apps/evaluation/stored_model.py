@@ -220,16 +220,14 @@ def _lengths(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def served(
-    config: Config, stored: StoredModel, note: Callable[[str], None], log_dir: Path | None = None
-) -> Iterator[Sampler]:
+def served(config: Config, stored: StoredModel, log_dir: Path | None = None) -> Iterator[Sampler]:
     """An engine that holds the model's weights in the format of the configuration."""
     # so that what was started ends with its owner's last words
     signal.signal(signal.SIGTERM, raise_interrupt)
     weights = StoredWeights(stored)
     with entered():
         logs = log_dir or Path(tempfile.gettempdir())
-        sampler = Sampler(EngineSettings.from_config(config), stored.folder, logs, note)
+        sampler = Sampler(EngineSettings.from_config(config), stored.folder, logs)
         with closing(sampler):
             sampler.launch()
             sync = WeightSync(weights, sampler, config)

@@ -165,9 +165,7 @@ def _passed(look: Callable[[Tensor], Tensor], place: int, module: Any, *passing:
     return look(held)
 
 
-def measure(
-    config: Config, stored: StoredModel, count: int, tokens: int, note: Callable[[str], None]
-) -> str:
+def measure(config: Config, stored: StoredModel, count: int, tokens: int) -> str:
     """Table over the engine's responses to `count` random prompts, of `tokens` at most each."""
     if is_peft(stored.weights):
         raise ConfigError(f"{stored.weights}: name the run, or merge PEFT's adapters by an export")
@@ -182,12 +180,12 @@ def measure(
     ids = torch.randint(model.shape.vocab, size, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt(number, tuple(row), "", {}) for number, row in enumerate(ids.tolist())]
     params = SamplingParams(1, room - size[1])
-    with served(config, stored, note) as sampler:
+    with served(config, stored) as sampler:
         learner = Learner(model, whole)
         for weights in dict.fromkeys((stored.base, stored.weights)):
             learner.load_hf(weights)
         compared = Comparison(learner)
-        for rollout in sampler.generate(prompts, params, seed=0, first_group=0, step=0):
+        for rollout in sampler.generate(prompts, params, seed=0):
             values = sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])
             compared.add(collate([Scored(rollout, reward=0.0)]), values)
     return "\n".join(_described(compared))

@@ -1,4 +1,4 @@
-"""A run's checkpoints, also as its sampler had them, and the commands of tools/README.md."""
+"""A run's checkpoints, also as its sampler had them, and the commands of docs/guides/evaluation-and-export.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 
 WORKFLOWS = re.findall(
-    r"```bash workflow\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL
+    r"```bash workflow\n(.*?)```",
+    (ROOT / "docs/guides/evaluation-and-export.md").read_text(),
+    re.DOTALL,
 )
 Run = tuple[Path, dict[str, torch.Tensor]]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from environments.chats import APPENDS, folder_of
 from environments.scripted_policy import HERE, ScriptedPolicy, call
-from helpers import refusal, wait_for
+from helpers import logged, refusal, wait_for
 from safetensors.torch import save_file
 
 from megatron_rl.apps.evaluation.chat import ChatError, ToolChat, _environment, begun
@@ -178,18 +178,18 @@ def test_what_reset_reads_is_given_and_what_it_raises_is_said(tmp_path: Path) ->
 
 def test_what_cannot_be_a_chat_is_known_before_an_engine_starts(tmp_path: Path) -> None:
     stored = StoredModel(tmp_path, tmp_path, "model")
-    notes = list[str]()
+    notes = logged()
 
     def opened(name: str) -> Any:
         config = from_mapping({"environment": {"name": name, "tool_parser": "hermes"}})
-        return refusal(begun(config, stored, {}, notes.append).__enter__)
+        return refusal(begun(config, stored, {}).__enter__)
 
     said = opened(f"{HERE}:Nothing")
     assert "cannot be imported" in said
     assert "environment.name=null" in said
     assert "no chat template" in opened(f"{HERE}:Guess")
     config = from_mapping({"environment": {"name": f"{HERE}:agent"}})
-    with _environment(config, tmp_path, notes.append) as pool:
+    with _environment(config, tmp_path) as pool:
         assert pool is None
     assert "agent" in notes[0]
 
