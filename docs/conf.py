@@ -11,6 +11,7 @@ extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = "megatron-rl"
 myst_heading_anchors = 4
+html_show_copyright = False
 nitpicky = True  # an unknown page or anchor is an error
 
 
