@@ -116,7 +116,9 @@ def test_what_is_recomputed_is_decided_before_the_ranks_start(
         == 0
     )
     assert [config.learner.recompute for config in started] == [level]
-    assert (f"WARNING check: learner.recompute=auto: {level}, " in capsys.readouterr().err) == bool(machine)
+    assert (f"WARNING check: learner.recompute=auto: {level}, " in capsys.readouterr().err) == bool(
+        machine
+    )
 
 
 def test_print_config_is_a_recipe(place: Path, command: Command) -> None:
