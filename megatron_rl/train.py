@@ -165,7 +165,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
         # the last point at which the step can be aborted without a trace
         rank0.ask(Driver.check_time)
     with rank0.phase("update"):
-        learner.take_replayed()  # discard: from other weights (the reference, the last sync)
+        learner.take_replayed()  # discard the counts of passes before the update
         updates = combine([learner.update(share, targets, rows) for rows in share.minibatches])
         if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed())
@@ -176,7 +176,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     with rank0.phase("record"):
         columns = {}
         if due(step, config.log.record_every):
-            columns = learner.plane.collect(share, work.recorded())
+            columns = learner.data_plane.collect(share, work.recorded())
         rank0.only(lambda driver: driver.record(step, columns, work.advantages_B))
     position = rank0.only(lambda driver: driver.position)
     return Progress(step, seen, position, line=line)

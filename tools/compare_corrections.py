@@ -253,7 +253,11 @@ def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.
         numbers = ""
         if experiment in runs:
             found = headline_numbers(runs[experiment])
-            wanted = ("Held-out accuracy", "Mismatch KL (k3)", "Effective sample size")
+            wanted = (
+                "Held-out accuracy",
+                "Median mismatch KL (k3)",
+                "Median effective sample size",
+            )
             numbers = "  ".join(f"{label} {found[label]}" for label in wanted if label in found)
         print(f"{experiment.name:<{width}}  {outcome:<12}  {numbers}".rstrip())
     if not runs:

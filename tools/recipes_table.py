@@ -1,7 +1,4 @@
-"""recipes/README.md: the table of all recipes, from what each of them is.
-
-python tools/recipes_table.py            # writes it
-"""
+"""Writes recipes/README.md, the table of all recipes: `python tools/recipes_table.py`."""
 
 from __future__ import annotations
 
@@ -19,16 +16,15 @@ from megatron_rl.models.layout import Layout
 RECIPES = Path(__file__).parents[1] / "recipes"
 ABOVE = """# Recipes
 
-Every recipe in this folder. [The guide](../docs/guides/recipes.md) explains how to choose, check, submit and write
-one. Each file begins with its source, the expected result, and when its weight-sync probe passes.
+All recipes of this folder. [The guide](../docs/guides/recipes.md) explains how to choose, check, submit and write
+one. A recipe for GPUs begins with its source, the expected result, the metrics to check and its status.
 
 ```bash
 megatron-rl train recipes/dapo_fp8.yaml --print-config
 ```
 
-`status` is `CI` (run on a CPU by the test suite) or `untested` (not yet run on its cluster; the test suite checks the
-memory plan and takes two steps with a small model). [GPU results](../docs/experiments/gpu-results.md) lists what has
-run on a GPU.
+`status`: `CI` is run on a CPU by the test suite; `untested` has not run on its cluster (the test suite checks its
+memory plan and takes two steps with a small model). Measurements: [GPU results](../docs/experiments/gpu-results.md).
 """
 GRIDS = (
     "\n## Grids\n\n`tools/compare_corrections.py` runs a grid of several settings and seeds:\n\n"
@@ -80,7 +76,7 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
         f", staleness up to {config.rollout.max_staleness}" if config.rollout.max_staleness else ""
     )
     fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
-    said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
+    status = re.search(r"^# Status: (.*)\.$", path.read_text(encoding="utf-8"), re.M)
     return (
         f"[{path.stem}]({path.name})",
         Path(config.model.path).name if machine else Path(config.data.train).parent.name,
@@ -88,14 +84,8 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
         f"{servers}TP{sampler.tensor_parallel}{shared}",
         f"{'BF16' if config.quantization.format == 'none' else config.quantization.format.upper()}{fp8}",
         _correction(config),
-        _status(said[1].rstrip(".") if said else "", machine),
+        status[1] if status else ("untested" if machine else "CI"),
     )
-
-
-def _status(said: str, machine: str | None) -> str:
-    if said and said != "not yet":
-        return said
-    return "untested" if machine else "CI"
 
 
 def _correction(config: Config) -> str:

@@ -18,14 +18,15 @@ from megatron_rl.tracking.metrics import METRICS
 
 GROUPS: dict[str, str] = {
     "progress": "Progress of the run.",
-    "reward": "Scores of the responses, sampled from the *sampler's* policy; see `reward/learner_estimate`.",
-    "eval": "Sampled responses on data.eval; a named set has `eval/NAME/accuracy` and so on.",
+    "reward": "Rewards of responses sampled from the *sampler's* policy; see `reward/learner_estimate`.",
+    "eval": "Responses on data.eval, greedy by default (eval.temperature); a named set has `eval/NAME/...`.",
     "rollout": "Generated responses.",
     "session": "Conversations with an environment ([environments](../guides/environments.md)).",
     "rollout_corr": (
-        "Mismatch of sampler and learner, and the effect of the correction. Names that verl also "
-        "has mean the same here. p and mu: logprob of a sampled token by the learner and by the "
-        "sampler; d = p - mu, rho = exp(d); A: the advantage. Exponents are clamped to [-20, 20]. "
+        "Mismatch of sampler and learner, and the effect of the correction. verl's names, "
+        "except that exponents are clamped to [-20, 20] and `rollout_is_*` are of the applied "
+        "weights. p and mu: logprob of a sampled token by the learner and by the sampler; "
+        "d = p - mu, rho = exp(d); A: the advantage. "
         "With `correction.anchor: sampler` only means over tokens are logged, and p is of the "
         "updated policy."
     ),
@@ -133,7 +134,7 @@ def cli() -> str:
                 words += f" {'|'.join(map(str, one.choices))}"
             elif one.option_strings and one.nargs != 0:
                 words += f" {one.metavar or one.dest.upper()}"
-            lines.append(f"- `{words}`: {one.help}")
+            lines.append(f"- `{words}`: {parser._get_formatter()._expand_help(one)}")
     return "\n".join(lines) + "\n"
 
 

@@ -48,13 +48,13 @@ TASKS = {
     for task in (
         Task(
             "toy",
-            "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters",
+            "the toy: sums such as 590+1=, a character tokenizer, a Qwen3 of under a million parameters",
             write_toy,
             "quickstart",
         ),
         Task(
             "counting",
-            "counting on in steps, 32 tokens an answer: every one of eight sums has to be right",
+            "counting on in steps, 32 tokens a response: all eight sums have to be right",
             write_counting,
         ),
         Task(
@@ -125,7 +125,8 @@ def quickstart(
         return status
 
     print(
-        f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}"
+        "\n3/3  reinforcement learning: DAPO's sampling and clipping, "
+        f"{config.advantage.estimator} advantages, sampler format {config.quantization.format}"
     )
     status = run(config)
     if status == 0:

@@ -41,8 +41,7 @@ class IncompleteCheckpoint(ConfigError):
     """An incomplete or damaged checkpoint; the text names the damage."""
 
     hint = (
-        "`megatron-rl checkpoints RUN` says which are whole; run.if_exists=resume passes over the "
-        "others."
+        "`megatron-rl checkpoints RUN` lists complete ones; run.if_exists=resume skips the others."
     )
 
 

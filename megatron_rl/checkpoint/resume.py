@@ -114,8 +114,7 @@ def newest_resumable(run: Path, note: Callable[[str], None]) -> Checkpoint | Non
         newest = newest or found
     if newest:
         note(
-            f"no checkpoint is from before the gap: the run resumes after step {newest.step}, and "
-            "the gap stays"
+            f"no checkpoint is from before the gap: the run resumes after step {newest.step}, and the gap stays"
         )
     return newest
 

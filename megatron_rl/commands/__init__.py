@@ -33,8 +33,8 @@ def overrides(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/quickstart.yaml")
-    overrides(parser, "such as correction=icepop optim.lr=1e-6")
+    parser.add_argument("recipe", type=Path, help="YAML file, such as recipes/quickstart.yaml")
+    overrides(parser, "overrides of the recipe, such as correction=icepop optim.lr=1e-6")
 
 
 def folder_name(text: str) -> Path:

@@ -9,19 +9,21 @@ from megatron_rl.config.schema import Format
 
 
 def add(commands: Any) -> None:
-    about = "one server for the fleet of a run on another machine"
+    about = "run one engine server for a run on another machine"
     serve = command(commands, "serve", _serve, about)
     recipe_arguments(serve)
     serve.add_argument(
         "--host",
         default="127.0.0.1",
-        help="the interface to listen on; 0.0.0.0: all (default: %(default)s)",
+        help="address to listen on; 0.0.0.0: all interfaces (default: %(default)s)",
     )
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument(
+        "--port", type=int, default=8000, help="port to listen on (default: %(default)s)"
+    )
     serve.add_argument(
         "--format",
         choices=list(map(str, Format)),
-        help="default: quantization.format of the recipe",
+        help="weight format (default: the recipe's quantization.format)",
     )
 
 

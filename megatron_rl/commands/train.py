@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
     train.add_argument(
-        "--explain",
-        metavar="KEY",
-        help="show a key's meaning, value, source and choices",
+        "--explain", metavar="KEY", help="show a key's meaning, value, source and choices"
     )
     train.add_argument(
         "--dry-run", action="store_true", help="check everything, print the plan, write nothing"
@@ -43,20 +41,20 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--on",
         metavar="NODESxGPUSxNAME-GIB-HOST",
-        help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the recipe's cluster",
+        help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the cluster that the recipe names",
     )
     train.add_argument(
         "--ranks",
         choices=("local", "env", "slurm"),
         default="local",
-        help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
+        help="local: start all ranks here; env, slurm: be one rank of torchrun, srun (default: %(default)s)",
     )
     train.add_argument(
         "--attempts",
         type=int,
         default=1,
         metavar="N",
-        help="start at most N times: a failed run resumes from its last checkpoint",
+        help="start at most N times: a failed run resumes from its last checkpoint (default: %(default)s)",
     )
 
 

@@ -21,12 +21,12 @@ OnNonFinite = StrEnum(
 )
 Device = StrEnum("Device", "auto cpu cuda")
 Decay = StrEnum("Decay", "constant linear cosine")
-# interpolated: between sampler and policy, the nearer to the policy the staler the token (A-3PO)
+# interpolated: the sampler's, moved towards the policy, further for staler tokens (A-3PO)
 Anchor = StrEnum("Anchor", "prox sampler interpolated")
 Level = StrEnum("Level", "none token sequence turn prefix")
 Aggregate = StrEnum("Aggregate", "product geometric")
 Outside = StrEnum("Outside", "truncate zero")
-# staleness: updates between the policy that wrote the token and the learner's
+# staleness: steps between the policy that sampled the token and the learner's
 Stat = StrEnum("Stat", "ratio k1 k2 k3 m2 abs tv binary_kl binary_kl_max staleness")
 # mean of a ratio: the geometric one
 Reduce = StrEnum("Reduce", "sum mean max min")
@@ -41,7 +41,9 @@ Reduction = StrEnum(
 )
 Divergence = StrEnum("Divergence", "k1 k2 k3 abs")
 TrustRegion = StrEnum("TrustRegion", "total_variation binary_kl")
+# trained: those trained on; counted: also rejected ones that the denominator counts
 KlOn = StrEnum("KlOn", "trained counted")
+# reference: KL(pi, ref); sampler: KL(mu, pi); anchor: KL(a, pi)
 KlTo = StrEnum("KlTo", "reference sampler anchor")
 Alarm = StrEnum(
     "Alarm",
@@ -79,9 +81,9 @@ class Credit(StrEnum):
 
 
 class InFlight(StrEnum):
-    # responses in flight finish with the old weights; the update waits
+    # responses in flight finish with the old weights; the sync waits
     drain = "drain"
-    interrupt = "interrupt"  # the update is applied between two tokens of a response
+    interrupt = "interrupt"  # the sync happens between two tokens of a response
 
 
 class Format(StrEnum):
@@ -145,10 +147,10 @@ class Transport(StrEnum):
 
 class Estimator(StrEnum):
     grpo = "grpo"  # (r - group mean) / group std
-    dr_grpo = "dr_grpo"  # less the group's mean
-    rloo = "rloo"  # less the others' mean
-    reinforce_pp = "reinforce_pp"  # less the batch's mean, over its deviation
-    maxrl = "maxrl"  # less the group's mean, over that mean
+    dr_grpo = "dr_grpo"  # r - group mean
+    rloo = "rloo"  # r - mean of the group's other responses
+    reinforce_pp = "reinforce_pp"  # (r - batch mean) / batch std
+    maxrl = "maxrl"  # (r - group mean) / group mean
     none = "none"  # advantage 1 everywhere, for the supervised warm start
 
 

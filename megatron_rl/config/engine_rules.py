@@ -135,8 +135,7 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 def addresses(sampler: SamplerSection) -> list[str]:
     """Yield errors in `sampler.addresses`, and in the key that servers need."""
     found = [
-        f"sampler.addresses: {without_secret(address)!r}: {problem}; write it like "
-        "http://node7:8000"
+        f"sampler.addresses: {without_secret(address)!r}: {problem}; write it like http://node7:8000"
         for address in sampler.addresses
         if (problem := _address_problem(address))
     ]

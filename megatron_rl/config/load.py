@@ -96,8 +96,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     merged = layers.merged(given)
     if "axes" in merged:
         raise ConfigError(
-            f"{path}: `axes` make it a grid of runs, started by python "
-            f"tools/compare_corrections.py {path}"
+            f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
         )
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:

@@ -77,7 +77,7 @@ class WeightConfig:
     high: Annotated[
         float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")
     ] = 2.0
-    # effective sample size of a batch for which the cap is solved, such as 0.95; null: it is high
+    # effective sample size of a batch for which the cap is solved, such as 0.95; null: the cap is high
     target_ess: Annotated[
         float | None,
         need(
@@ -98,14 +98,14 @@ class RejectRule:
     reduce: Reduce | None = None  # aggregation of the tokens' statistics; null: at level token
     low: float | None = None  # smallest accepted value, such as 0.99; null: no bound
     high: float | None = None  # largest accepted value, such as 1.01; null: no bound
-    when: When | None = None  # restricts the rule to these advantages; null: all tokens
+    when: When | None = None  # restricts the rule to these tokens; null: all
     # instead of bounds: maximum mean over accepted tokens, such as 1.02; the worst are rejected
     budget: float | None = None
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    anchor: Anchor = Anchor.prox  # the policy that the loss takes its ratio against
+    anchor: Anchor = Anchor.prox  # the policy in the denominator of the loss's ratio
     weight: WeightConfig = field(default_factory=WeightConfig)
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
@@ -166,8 +166,8 @@ def resolved_params(loss: str, given: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = "ppo"  # formula of the policy loss
-    clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
-    clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
+    clip_low: Coefficient = 0.2  # how far below 1 the ratio may go
+    clip_high: Coefficient = 0.28  # how far above 1 the ratio may go
     # ppo, cispo: level of the clipped ratio
     level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
     # ppo, cispo: aggregation of the ratios of several tokens
@@ -178,15 +178,14 @@ class LossConfig:
     # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     reduction: Reduction | None = None
     kl_coef: Coefficient = 0.0  # coefficient of the KL penalty; 0: none, and no reference is loaded
-    # from the policy to the reference; or, as the sampler has written the tokens, from it or the
-    # anchor to the policy
+    # which KL, of pi (the policy), ref (the reference), mu (the sampler) and a (the anchor)
     kl_to: KlTo = KlTo.reference
     kl_estimator: Divergence = Divergence.k3  # how the KL is estimated from a sampled token
-    # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference)
-    # itself, such as 100; null: no weight
+    # weights the KL to the reference by min(pi / anchor, kl_cap), which makes its gradient
+    # unbiased up to the cap, such as 100; null: no weight
     kl_cap: Annotated[float | None, above(0)] = None
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
-    # tokens of KL and entropy: those trained on, or rejected ones that are counted too
+    # tokens of KL and entropy
     kl_on: KlOn = KlOn.trained
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class LossConfig:
 class OptimSection:
     lr: Annotated[float, above(0)] = 1e-6  # the highest learning rate
     min_lr: Annotated[float, at_least(0)] = 0.0  # learning rate at run.steps, the end of the decay
-    warmup_steps: Count = 10  # updates until lr is reached
+    warmup_steps: Count = 10  # optimizer updates until lr is reached
     decay: Decay = Decay.constant  # schedule of the learning rate after warmup
     # fields of megatron-core's OptimizerConfig and DistributedDataParallelConfig, such as
     # {weight_decay: 0.1}

@@ -44,7 +44,7 @@ def answers(
     elif estimator == schema.Estimator.none and not LOSSES[loss.name].supervised:
         found.add(
             "advantage.estimator",
-            "every sampled answer would count the same regardless of its reward; use grpo",
+            "every sampled response would count the same regardless of its reward; use grpo",
         )
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
@@ -73,7 +73,7 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
     if estimator in schema.GROUP_ESTIMATORS:
         found.add(
             "rollout.samples_per_prompt",
-            f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, "
+            f"advantage.estimator: {estimator} compares the responses to one prompt; use 2 or more, "
             "or reinforce_pp",
         )
     elif rollout.dynamic_sampling:
@@ -91,7 +91,7 @@ def supervised(
     if not rollout.supervised:
         return
     if not LOSSES[loss.name].supervised:
-        yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
+        yield f"loss.name: {loss.name} needs sampled responses; rollout.source=dataset goes with cross_entropy"
     if advantage.estimator != schema.Estimator.none:
         yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
     if rollout.samples_per_prompt != 1:
@@ -111,8 +111,8 @@ def schedule(
         len(run.stop) == 1 and all(key.startswith("eval/") for key in run.stop)
     ):
         yield (
-            f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as "
-            f"{{eval/accuracy: 0.28}}; an override run.stop=null takes out what a base names"
+            f"run.stop: {run.stop}, expected a metric of eval/ and a number, such as "
+            "{eval/accuracy: 0.28}; run.stop=null removes the base's"
         )
 
 
@@ -123,7 +123,7 @@ def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
         samples = one.samples or eval.samples
         temperature = one.temperature
         if samples > 1 and (eval.temperature if temperature is None else temperature) == 0:
-            yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"
+            yield f"{key}.samples: {samples} greedy responses to a prompt are equal; set {key}.temperature above 0"
 
 
 def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
@@ -139,7 +139,7 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
     if rollout.top_p < 1 and rollout.top_k is None:
         yield (
             f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does "
-            "not tell; set rollout.top_k too, such as 50"
+            "not report; set rollout.top_k too, such as 50"
         )
     if rollout.top_k is not None and rollout.supervised:
         yield f"rollout.top_k: {rollout.top_k}, but data set answers are not sampled; leave it out"
@@ -160,10 +160,9 @@ def ahead(
         yield f"{key}, but the data set's own answers are there already; use 0"
     elif not corrects(correction, loss):
         yield (
-            f"{key} trains on answers of older policies, and nothing here corrects for that: use "
-            "correction=tis (a cap on each token's weight), geo_mask_tis (answers that have "
-            "drifted leave too), adaptive (a cap by the effective sample size) or bypass (the "
-            "sampler as the anchor of the loss)"
+            f"{key} trains on responses of older policies, and nothing here corrects for that: use "
+            "correction=tis (caps each token's weight), geo_mask_tis (also rejects responses), "
+            "adaptive (solves the cap for a sample size) or bypass (correction.anchor=sampler)"
         )
     for place, rule in enumerate(correction.reject):
         finished = rollout.in_flight is schema.InFlight.drain
@@ -174,8 +173,8 @@ def ahead(
             and finished
         ):
             yield (
-                f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, "
-                "which are that many updates old; raise it, or use rollout.in_flight=interrupt"
+                f"correction.reject[{place}].high: {rule.high:g} with {key} rejects most responses, "
+                "which are that many steps old; raise it, or use rollout.in_flight=interrupt"
             )
     if sync.every > rollout.max_staleness + 1:
         yield (
@@ -184,12 +183,11 @@ def ahead(
             "rollout.max_staleness"
         )
     if sampler.sleep is not schema.Sleep.none:
-        yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
+        yield f"sampler.sleep: {sampler.sleep} with {key}: an engine cannot sleep; use none, or rollout.max_staleness=0"
     if rollout.in_flight is schema.InFlight.interrupt and sync.transport != schema.Transport.file:
         yield (
-            f"rollout.in_flight: interrupt with sync.transport={sync.transport}: weights that "
-            "arrive in place would be read half old and half new; use sync.transport=file, or "
-            "finish"
+            f"rollout.in_flight: interrupt with sync.transport={sync.transport}: responses would "
+            "read half-written weights; use sync.transport=file, or rollout.in_flight=drain"
         )
 
 
@@ -239,8 +237,7 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
         elif alarm_setting(value) is None:
             yield (
                 f"log.alarms.{name} is {as_written(value)}: use off, warn, stop, a bound of 0 or "
-                "more, or both, such as "
-                "{stop: 0.3}"
+                "more, or both: {stop: 0.3}"
             )
 
 
@@ -278,13 +275,13 @@ def environment(
     if context is not None and context < single:
         found.add(
             "rollout.max_context_tokens",
-            f"a prompt and one answer take up to {single} (max_prompt_tokens + "
+            f"a prompt and one response take up to {single} (max_prompt_tokens + "
             "max_response_tokens); use as many",
         )
     if reward.overlong_buffer:
         found.add(
             "reward.overlong_buffer",
-            "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut",
+            "it is of single responses; use 0, and reward.overlong_filter for truncated conversations",
         )
     if credit != schema.Credit.outcome:
         if LOSSES[loss.name].per_row or LOSSES[loss.name].selects:

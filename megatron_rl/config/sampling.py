@@ -60,9 +60,9 @@ class RolloutSection:
     dynamic_sampling: bool = True
     max_gen_batches: Positive = 4  # maximum generation calls per step
     # batches that the sampler may run ahead of the learner, hence the maximum staleness of a token
-    # in updates (docs/concepts/async-rollouts.md); 0: synchronous
+    # in steps (docs/concepts/async-rollouts.md); 0: synchronous
     max_staleness: Annotated[int, between(0, 64)] = 0
-    in_flight: InFlight = InFlight.drain  # handling of responses in flight at an update
+    in_flight: InFlight = InFlight.drain  # handling of responses in flight at a sync
 
     @property
     def context_tokens(self) -> int:

@@ -34,11 +34,11 @@ IGNORED = (
 FIXED: Mapping[str, tuple[list[Any], str]] = {
     "model": ([MODEL], f"there is {MODEL!r} alone"),
     "stream": ([False], "streaming is not supported; leave it out"),
-    "n": ([1], "one answer for each request; ask again for another"),
+    "n": ([1], "one response per request; ask again for another"),
     "logprobs": ([False], "the run keeps them, agents get none; leave it out"),
     "response_format": (
         [{"type": "text"}],
-        "answers are free text; ask for a form in the messages",
+        "responses are free text; request a format in the messages",
     ),
     "tool_choice": (["auto", "none"], "the policy chooses ('auto'), or sees no tools ('none')"),
     "parallel_tool_calls": ([True, False], "true or false"),

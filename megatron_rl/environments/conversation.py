@@ -183,7 +183,7 @@ class Conversation:
             if found and (stop := self._stop.search(rest)):
                 return self._encoded(self._without_stop(before, rest[stop.start() :]))
         raise ValueError(
-            "the chat template shows no end of an answer: use environment.history=template"
+            "the chat template shows no end of a response: use environment.history=template"
         )
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:

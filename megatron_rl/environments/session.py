@@ -200,8 +200,7 @@ class PolicyClient:
         if len(tokens) >= most:
             conversation.turns.remove(turn)
             raise ContextFull(
-                f"{len(tokens)} tokens leave no room for a response: "
-                f"rollout.max_context_tokens={most}"
+                f"{len(tokens)} tokens leave no room for a response: rollout.max_context_tokens={most}"
             )
         return turn, tokens
 

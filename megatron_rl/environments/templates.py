@@ -33,8 +33,7 @@ def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
         known = fields_of("vllm", ("tool_parsers/__init__.py",), ("_TOOL_PARSERS_TO_REGISTER",))
         if known and section.tool_parser not in known:
             raise ConfigError(
-                f"environment.tool_parser: {section.tool_parser}: vLLM has "
-                f"{', '.join(sorted(known))}"
+                f"environment.tool_parser: {section.tool_parser}: vLLM has {', '.join(sorted(known))}"
             )
         return section.tool_parser
     template = tokenizer.template()
@@ -59,12 +58,12 @@ class Behaviour:
     def describe(self) -> str:
         words = {
             True: "appends",
-            False: "rewrites the answer before: the conversation forks",
+            False: "changes the response before: the conversation forks",
             None: "is not taken",
         }
         said = [f"a user's message {words[self.appends_user]}"]
         if self.appends_tool is not None:
-            said.insert(0, f"a tool's answer {words[self.appends_tool]}")
+            said.insert(0, f"a tool's result {words[self.appends_tool]}")
         if self.thinking_stays is False and self.appends_user:
             said.append("thinking of turns before is left out: there it forks")
         forks = False in (self.appends_user, self.appends_tool, self.thinking_stays)
@@ -95,14 +94,14 @@ def problems(
     if seen.appends_user is None and seen.appends_tool is None:
         yield (
             f"environment.name: the chat template of {folder} takes neither a second turn nor a "
-            "tool's answer; name another model"
+            "tool's result; name another model"
         )
 
 
 def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:
     """Describe for the dry run how conversations grow."""
     if section.history == "append":
-        return "each turn goes on behind the exact tokens before it (environment.history: append)"
+        return "each turn continues the exact tokens before it (environment.history: append)"
     tool = {
         "type": "function",
         "function": {

@@ -59,7 +59,7 @@ class ForwardPasses(Policy):
         quantization = config.quantization
         sampler = config.sampler
         self.rollout = config.rollout
-        self.plane = DataPlane(self.ranks)
+        self.data_plane = DataPlane(self.ranks)
         self._attention = attention_share(self.model)
         self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
         self._reference: list[Tensor] = []
@@ -129,9 +129,9 @@ class ForwardPasses(Policy):
 
     def split(self, batch: Batch | None, updates: int = 1, seed: str = "") -> Share:
         """The replica's rows of the driver's batch, which is split into minibatches."""
-        about = self.plane.announce(batch)
+        about = self.data_plane.announce(batch)
         rows_of, parts = self._assign(about, updates, seed)
-        return replace(self.plane.hand_out(batch, about, rows_of), minibatches=parts)
+        return replace(self.data_plane.hand_out(batch, about, rows_of), minibatches=parts)
 
     def part(self, batch: Batch) -> Share:
         """The replica's rows of a batch that every rank has."""
@@ -214,7 +214,7 @@ class ForwardPasses(Policy):
     def _logprobs(self, batch: Batch | Share) -> Tensor:
         if isinstance(batch, Batch):
             share = self.part(batch)
-            return self.plane.join(self._logprobs(share), share)
+            return self.data_plane.join(self._logprobs(share), share)
         packs = self._packs(batch, torch.arange(len(batch.all)))
         with torch.no_grad(), self.profiler.tracing("forward", len(packs) * len(self.chunks)):
             asked = self._asked(entropy=False)
@@ -242,7 +242,7 @@ class ForwardPasses(Policy):
             for mine, values_N in zip(packs, values, strict=True):
                 rows = torch.tensor(mine.rows, dtype=torch.int64)
                 found_N[places_of(share.batch.response_lengths_B, rows)] = values_N.cpu()
-        return self.plane.share_values(found_N, share)
+        return self.data_plane.share_values(found_N, share)
 
     # what passes show
 

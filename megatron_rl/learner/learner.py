@@ -139,8 +139,8 @@ class Learner(ForwardPasses):
         batch = share.batch
         if self.layout.pp > 1 and len(share.rows_of) > 1:
             batch = replace(batch, experts_PLK=None)
-        of_batch: dict[str, Any] = self.plane.collect(share, batch.columns, batch)
-        of_targets: dict[str, Any] = self.plane.collect(share, targets.columns, targets)
+        of_batch: dict[str, Any] = self.data_plane.collect(share, batch.columns, batch)
+        of_targets: dict[str, Any] = self.data_plane.collect(share, targets.columns, targets)
         if not self.is_driver:
             return None
         whole_batch = replace(batch, **of_batch)

@@ -33,19 +33,28 @@ HIGHEST_LOG_WEIGHT = 20.0
 
 @dataclass(frozen=True)
 class Loss:
+    # weighted loss of each token, and masks of active clips by metric name
     formula: Callable[[Terms, LossConfig], Result]
-    reads: tuple[str, ...] = ()  # keys of the `loss` section that only some losses read
-    params: tuple[str, ...] = ()  # keys of `loss.params`: fields of LossParams
-    ratio: bool = True  # r is a factor: what lies between pi and the anchor is corrected for
-    # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
+    # keys of the `loss` section that the formula reads, of clip_low, clip_high, level, aggregate
+    reads: tuple[str, ...] = ()
+    # keys of `loss.params` that it reads; each is a field of LossParams with its default
+    params: tuple[str, ...] = ()
+    # True if the loss multiplies by pi / anchor. With correction.anchor=sampler that ratio is the
+    # correction, and the config refuses a rollout weight beside it
+    ratio: bool = True
+    # effect of clip_low and clip_high on the ratio, for the config's checks; closed: it is clipped
+    # to [1 - clip_low, 1 + clip_high]; open: tokens at or beyond these bounds have no loss
     band: Literal["", "closed", "open"] = ""
-    per_row: bool = False  # one ratio per response: a mean over responses, not over tokens
-    # tokens by covariance: the highest ones, or drawn inside a band
+    # True if all tokens of a response share a ratio: the default reduction is seq_mean_token_mean,
+    # and token_mean is refused
+    per_row: bool = False
+    # tokens in `terms.selected_N`, by covariance of logprob and advantage: the highest, or a random
+    # draw between cov_low and cov_high; the anchor has to be prox
     selects: Literal["", "highest", "drawn"] = ""
-    against_sampler: bool = False  # its anchor has to be the sampler
+    against_sampler: bool = False  # True if correction.anchor has to be sampler
     # usual range of clip_low and clip_high; a note warns outside of it
     clips: tuple[float, float] = (0.02, 1.0)
-    # for the data set's own answers: no anchor, advantages are ignored
+    # True if the loss trains on the data set's answers, without anchor and advantages
     supervised: bool = False
 
     @property

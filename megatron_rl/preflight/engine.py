@@ -119,7 +119,7 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
         yield from foreign.schema_errors("sampler.vllm", "vLLM's EngineArgs", given, known)
     longest = longest_sequence(rollout, eval)
     if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
-        yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"
+        yield f"sampler.vllm.max_model_len: {given_length}, but prompt and response take {longest} tokens; leave it out"
 
 
 def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
@@ -167,8 +167,7 @@ def sleep(
         yield f"sampler.sleep: {wanted} gives GPU memory back, and there is no GPU here; use none"
     if uses_servers(sampler):
         yield (
-            f"sampler.sleep: {wanted} is for engines that share GPUs with the learner, not for "
-            "servers; use none"
+            f"sampler.sleep: {wanted} is for engines that share GPUs with the learner, not for servers; use none"
         )
     if wanted == Sleep.discard and sync.every > 1:
         yield (

@@ -78,8 +78,7 @@ def own(recipe: Path, overrides: Sequence[str]) -> str:
     name, machine = cluster(recipe, overrides)
     if machine is None:
         raise ConfigError(
-            f"--on own: cluster is {name}, which is no machine of a name; say which, such as "
-            "1x8xH100-80"
+            f"--on own: the recipe's cluster {name} has no GPUs; name a machine, such as 1x8xH100-80"
         )
     return machine
 
@@ -116,14 +115,12 @@ def detect(wanted: Device = Device.auto) -> Machine:
     if gpu is not None and "+cpu" in metadata.version("torch"):
         if wanted == Device.cuda:
             raise ConfigError(
-                "run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu "
-                "install`"
+                "run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu install`"
             )
         gpu = None
     if gpu is not None and (why := gpu_driver.too_old(gpu.driver)):
         raise ConfigError(
-            f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer "
-            "one"
+            f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer one"
         )
     if gpu is None and _installed("vllm"):  # its CPU build has another name
         raise ConfigError(

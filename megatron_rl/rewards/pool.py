@@ -130,8 +130,8 @@ def check_called(
         last = f"for {tasks[-1].response[:40]!r} to {prompts[-1].text[-60:]!r}"
         why = f"reward.name: {config.name} gives no score, {last} for one: {scores[-1].error}"
         if all(one.away for one in scores):
-            raise Unreachable(f"{why}; start what it asks, or mend the address")
-        raise ConfigError(f"{why}; mend it there, or name another")
+            raise Unreachable(f"{why}; start the service that it uses, or fix the address")
+        raise ConfigError(f"{why}; fix it there, or name another")
 
 
 class _Breaker:
@@ -148,9 +148,8 @@ class _Breaker:
             count = sum(self._late) if late else 0  # one in time cannot make them too many
         if count >= TOO_LATE:
             raise RewardsHang(
-                f"reward.timeout_s: {count} of the last {WATCHED} answers had no score within "
-                f"{self._config.timeout_s:g} s; mend reward.name={self._config.name}, or raise the "
-                "time"
+                f"reward.timeout_s: {count} of the last {WATCHED} responses had no score within "
+                f"{self._config.timeout_s:g} s; fix reward.name={self._config.name}, or raise it"
             )
 
 

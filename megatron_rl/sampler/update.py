@@ -133,8 +133,8 @@ class Updates:
         if lost and self._state.transport == Transport.nccl:
             raise SamplerError(
                 f"{lost[0].name} is lost, and with sync.transport=nccl nothing reaches the others "
-                "without it: the run ends here, and goes on from its last checkpoint (by itself "
-                f"with --attempts). What became of it: {lost[0].reason}"
+                "without it: the run ends here, and resumes from its last checkpoint (by itself "
+                f"with --attempts). Its end: {lost[0].reason}"
             )
 
     async def begin(self) -> None:

@@ -95,7 +95,7 @@ def how_far(path: Path) -> tuple[int, int]:
 def next_start(path: Path, section: CheckpointSection) -> str:
     step = how_far(path)[1]
     if step:
-        return f"the next one goes on after step {step}, in {PAUSE_S:.0f} s"
+        return f"the next one resumes after step {step}, in {PAUSE_S:.0f} s"
     why = ""
     if not section.every:
         why = ": checkpoint.every is 0"
@@ -120,7 +120,7 @@ def should_retry(path: Path, states: Sequence[str]) -> tuple[bool, str]:
         why = f"has no checkpoint after step {before}"
     else:
         again = True
-        why = f"goes on after step {step}"
+        why = f"resumes after step {step}"
     return again, f"the run in {path} {why}: {reason}"
 
 

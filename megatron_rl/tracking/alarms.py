@@ -142,41 +142,37 @@ class Rule:
 
 RULES = {
     Alarm.mismatch: Rule(
-        f"`{MISMATCH}`: how far sampler and learner disagree",
-        "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: "
-        "quantization.ignore keeps the worst layers in BF16, quantization.format=none shows what "
-        "remains. With rollout.max_staleness, or sync.every above 1, it is mostly staleness "
-        "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
-        "the loss meanwhile.",
+        f"`{MISMATCH}`: mismatch of sampler and learner",
+        "Check the sync first: sync/probe_abs_diff against its budget. Then the format: keep the "
+        "worst layers in BF16 (quantization.ignore), compare with quantization.format=none. If "
+        "rollout/staleness_mean is above 0, lower rollout.max_staleness or sync.every. Until then "
+        "correction=icepop masks the worst tokens.",
         metric(MISMATCH),
         GATES,
         steps=5,
     ),
     Alarm.probe: Rule(
         "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
-        "Sampler and learner differ by more than the format does to activations without "
-        "outliers, and by less than a wrong matrix makes. `megatron-rl mismatch` on the model "
-        "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
-        "quantization.ignore or quantization=fp8. Responses at another temperature or of older "
-        "weights would look the same.",
+        "Sampler and learner differ by more than the format explains for activations without "
+        "outliers, and by less than a wrong matrix would cause. `megatron-rl mismatch` on the "
+        "model locates it; against outliers use quantization.smoothing=0.5 (INT8), "
+        "quantization.ignore or quantization=fp8. A wrong temperature or old weights look alike.",
         share("sync/probe_abs_diff", "sync/probe_budget"),
         1.0,
         steps=1,
     ),
     Alarm.ess: Rule(
         "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
-        "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
-        "correction.weight.target_ess; the cause is the mismatch.",
+        "A few tokens dominate the gradient. Lower correction.weight.high, or set correction.weight.target_ess.",
         metric("rollout_corr/rollout_is_eff_sample_size"),
         0.5,
         steps=5,
         below=True,
     ),
     Alarm.non_finite: Rule(
-        "tokens without a finite logprob, or updates that were skipped: the larger share",
-        "Tokens: the engine's kernels or scales are wrong, compare with "
-        "quantization.format=none. Updates: lower optim.lr; `megatron-rl rerun-step` repeats "
-        "what learner.on_nonfinite=skip_and_dump has kept.",
+        "share of tokens without a finite logprob or of skipped updates, the larger",
+        "Tokens: suspect the engine's kernels or scales, compare with quantization.format=none. "
+        "Updates: lower optim.lr; `megatron-rl rerun-step` repeats a dumped one (skip_and_dump).",
         not_finite,
         0.01,
         steps=3,
@@ -184,46 +180,41 @@ RULES = {
     ),
     Alarm.entropy: Rule(
         "`loss/entropy`, in nats",
-        "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL "
-        "to the start (loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens "
-        "that drive it.",
+        "The policy has stopped exploring. Raise loss.clip_high, loss.entropy_coef or "
+        "loss.kl_coef, lower optim.lr, or use loss.name=clip_cov.",
         metric("loss/entropy"),
         0.01,
         steps=10,
         below=True,
     ),
     Alarm.reward_errors: Rule(
-        "`reward/errors` over `rollout/n`: answers without a score",
-        "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or "
-        "reward.workers; what the function that reward.name names has printed is in the log of "
-        "rank 0.",
+        "`reward/errors` over `rollout/n`: responses without a score",
+        "Rewards fail or time out, more often for hard prompts. Raise reward.timeout_s or "
+        "reward.workers; output of the functions in reward.name is in the log of rank 0.",
         share("reward/errors", "rollout/n"),
         0.05,
         steps=3,
     ),
     Alarm.truncated: Rule(
-        "`rollout/truncated_fraction`: answers cut at the length limit",
-        "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer "
-        "before the limit, reward.overlong_filter keeps cut ones out of the loss.",
+        "`rollout/truncated_fraction`: responses cut at the length limit",
+        "Raise rollout.max_response_tokens; reward.overlong_buffer penalizes long responses, "
+        "reward.overlong_filter masks truncated ones.",
         metric("rollout/truncated_fraction"),
         0.5,
         steps=5,
     ),
     Alarm.length: Rule(
         f"`{LENGTH}` over its median of the last {WINDOW} steps",
-        "Responses grow fast. Read some in the report: where they repeat themselves or pad for "
-        "the reward, change the reward, lower optim.lr or set reward.overlong_buffer. Rollouts "
-        "take longer, and truncated comes next.",
+        "Responses grow fast. Read some in the report: if they repeat themselves or pad for the "
+        "reward, change the reward, lower optim.lr or set reward.overlong_buffer.",
         length_growth,
         2.0,
         steps=5,
     ),
     Alarm.accuracy: Rule(
-        "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 "
-        "unless it is below by 4 standard errors",
+        "held-out accuracy over the higher of its first and half its best; 1 unless lower by 4 standard errors",
         "The policy gets worse: lower optim.lr first, then check mismatch, loss/entropy and "
-        "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy; go on from an "
-        "earlier checkpoint.",
+        "reward/no_answer. Resume from an earlier checkpoint (checkpoint.best=eval/accuracy).",
         lost_accuracy,
         1.0,
         steps=1,
@@ -232,8 +223,8 @@ RULES = {
     ),
     Alarm.failed_saves: Rule(
         "`progress/failed_saves`: checkpoints in a row that were not saved",
-        "An end of the run now loses all since its newest checkpoint. The notes in driver.log "
-        "say why each failed: free space where run.root is, or lower checkpoint.keep_last.",
+        "If the run ends now, all steps since its newest checkpoint are lost. driver.log has the "
+        "reason of each failure: free space in run.root, or lower checkpoint.keep_last.",
         metric("progress/failed_saves"),
         2.0,
         steps=1,

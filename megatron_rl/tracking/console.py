@@ -167,9 +167,9 @@ def number(value: float, form: str) -> str:
 
 def staleness(name: str, metrics: Mapping[str, float]) -> str:
     """Note beside the mismatch of stale responses, which is not the engines' numerics."""
-    updates = metrics.get("rollout/staleness_mean", 0.0)
-    if name == MISMATCH and updates > 0:
-        return f" (staleness: {updates:.2g} updates)"
+    steps = metrics.get("rollout/staleness_mean", 0.0)
+    if name == MISMATCH and steps > 0:
+        return f" (staleness: {steps:.2g} steps)"
     return ""
 
 

@@ -17,12 +17,12 @@ _OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
 PARTS = {  # of the compared tokens
     **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
     "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
-    "stale": "tokens of older versions: numerics, and what was learned since",
-    "first_turn": "tokens of the first turn of each session (environment.name)",
+    "stale": "tokens of older versions: numerics, and the updates since",
+    "first_turn": "tokens of the first turn of each conversation",
     "middle_turns": "tokens of the turns between the first and the last",
-    "last_turn": "tokens of the last turn, where it is not the first",
-    "turn_start": "the first token of each turn, right behind what the engine has read",
-    "turn_end": "the last token of each turn: its stop, where it was not cut",
+    "last_turn": "tokens of the last turn, if there are several",
+    "turn_start": "the first token of each turn",
+    "turn_end": "the last token of each turn: its stop token unless truncated",
 }
 
 

@@ -115,10 +115,7 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> s
 
 def _makes_of(path: Path, if_exists: IfExists) -> str:
     if if_exists is IfExists.resume and (found := steps(RunDir(path).checkpoints)):
-        return (
-            f"{path} exists: a start resumes after step {max(found)}, its newest checkpoint, "
-            "if that is complete"
-        )
+        return f"{path} exists: a start resumes after step {max(found)}, its newest checkpoint, if that is complete"
     why = ""
     if if_exists is IfExists.refuse:
         why = ", as it ended before its first step"

@@ -132,7 +132,7 @@ class FilePush(Push):
             path = str(self._sync_dir.path)
         path, failure = exchange([path, failure])[0]
         if failure is None and self._writes and not Path(path).is_dir():
-            failure = f"{path} of rank 0 is not visible on every host: set sync.dir to a shared file system"
+            failure = f"{path} of rank 0 is not visible on every node: set sync.dir to a shared file system"
         reasons = [reason for reason in exchange(failure) if reason]
         if reasons:
             self.close()

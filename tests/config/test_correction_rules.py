@@ -237,7 +237,7 @@ WARM_START = estimated("none", rollout=GIVEN, loss=LossConfig(name="cross_entrop
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (estimated("none"), "advantage.estimator is none: every sampled answer would count"),
+        (estimated("none"), "advantage.estimator is none: every sampled response would count"),
         (
             replace(WARM_START, correction=BYPASS),
             "correction.anchor is sampler: the data set's own answers",

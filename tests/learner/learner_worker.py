@@ -171,7 +171,7 @@ def one_update(learner: Learner, job: Fields) -> Fields:
     assert (own_N is None) == job["scored"] and learner.take_own_logprobs() is None
     return {
         "metrics": metrics,
-        "prox": learner.plane.join(anchor_N if own_N is None else own_N, share),
+        "prox": learner.data_plane.join(anchor_N if own_N is None else own_N, share),
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
         # of a layer in a micro-batch
         "looks": {name: count / each for name, count in looks.items()},

@@ -66,7 +66,7 @@ def _trained(
     before_N = learner.logprobs(share)
     steps = [learner.update(share, own, rows) for rows in parts]
     after_N = learner.logprobs(share)
-    join = learner.plane.join
+    join = learner.data_plane.join
     return {"steps": steps, "logprobs": join(before_N, share), "after": join(after_N, share)}
 
 
@@ -77,7 +77,7 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = replace(batch, turns_N=batch.responses.place_N.int() // 3)
     targets = _targets(batch, learner.logprobs(batch))
     driven = batch if learner.is_driver else None
-    plane = learner.plane
+    plane = learner.data_plane
     alike = learner.split(driven)
     traffic = Traffic(learner.rank)
     shares.dist = traffic

@@ -75,7 +75,7 @@ def test_a_judge_that_is_not_there_yet_is_a_note_of_the_dry_run(
         said = command.dry_run(*rows(place, *"123"), *REWARD)
         assert "refused: reward.name: own.py:reward" in said
         assert "Connection refused" in said
-        assert "start what it asks" in command.refused(*REWARD, *rows(place, *"123"), dry=False)
+        assert "start the service" in command.refused(*REWARD, *rows(place, *"123"), dry=False)
 
 
 def test_a_held_out_set_with_a_reward_of_its_own(place: Path, command: Command) -> None:

@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_table_and_keeps_the_notes():
 
 def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
-    assert "3.50e-02 (staleness: 1.5 updates)" in console.step_line(1, 5, measured, None)
+    assert "3.50e-02 (staleness: 1.5 steps)" in console.step_line(1, 5, measured, None)
     assert (
         console.step_line(1, 5, {"reward/sampler_mean": -1.5e29}, None)
         == "step 1/5  reward -1.500e+29"
@@ -74,7 +74,7 @@ def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     display = live(5, stream)
     display.step(1, measured, None)
     display.close()
-    assert "3.50e-02 (staleness: 1.5 updates)" in stream.getvalue()
+    assert "3.50e-02 (staleness: 1.5 steps)" in stream.getvalue()
 
 
 def test_sparkline():

@@ -39,16 +39,18 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
-        "Face folder, or a recipe, for the model that it begins with",
+        help="run, checkpoint of a run, torch_dist checkpoint, Hugging Face folder, or recipe (its initial model)",
     )
-    overrides(parser, "such as eval.samples=8 data.chat_template_kwargs={}")
+    overrides(parser, "overrides of the configuration, such as eval.samples=8")
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
     parser.add_argument(
-        "--format", choices=formats, default="bf16", help="of the weights in the engine"
+        "--format",
+        choices=formats,
+        default="bf16",
+        help="weight format in the engine (default: bf16; mismatch: the run's)",
     )
     parser.add_argument(
-        "--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint"
+        "--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer, if MODEL has none"
     )
 
 
@@ -87,7 +89,7 @@ def _row(text: str) -> dict[str, Any]:
 
 
 def add(commands: Any) -> None:
-    about = "avg@k, pass@k and maj@k of a model on held-out sets"
+    about = "measure avg@k, pass@k and maj@k of a model on held-out sets"
     evaluate = command(commands, "eval", _eval, about)
     model_arguments(evaluate)
     evaluate.add_argument(
@@ -114,21 +116,25 @@ def add(commands: Any) -> None:
         "--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset"
     )
 
-    about = "differences of learner and sampler, point by point of a forward pass"
+    about = "measure differences of learner and sampler at points of the forward pass"
     compare = command(commands, "mismatch", _mismatch, about)
     model_arguments(compare)
     compare.add_argument(
-        "-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s"
+        "-n", "--sequences", type=int, default=4, metavar="N", help="number (default: %(default)s)"
     )
     compare.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="of each at most (%(default)s)"
+        "--tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of each at most (default: %(default)s)",
     )
     compare.set_defaults(format=None)
 
     about = "repeat an update that was not finite, and locate the first non-finite value"
     repeat = command(commands, "rerun-step", _rerun_step, about)
     repeat.add_argument(
-        "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
+        "dump", type=Path, metavar="DUMP", help="folder, such as runs/NAME/dumps/nonfinite_12"
     )
 
 

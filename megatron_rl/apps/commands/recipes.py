@@ -16,35 +16,45 @@ def add(commands: Any) -> None:
     _add_translate(commands)
 
     toy = command(commands, "toy", _toy, "make the toy's model folder and data")
-    toy.add_argument("folder", nargs="?", type=folder_name, default=Path("data/toy"))
+    toy.add_argument(
+        "folder",
+        nargs="?",
+        type=folder_name,
+        default=Path("data/toy"),
+        help="folder to write (default: %(default)s)",
+    )
     toy.add_argument(
         "--like",
         metavar="MODEL",
-        help="of the family of this model of conf/model, such as Qwen3-30B-A3B",
+        help="architecture: a model of conf/model, such as Qwen3-30B-A3B (default: Qwen3)",
     )
-    own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
-    toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
+    toy.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER|ROWS",
+        help="write only model/, for your own task: tokenizer and chat template of FOLDER, or made from ROWS",
+    )
 
     quickstart = command(
-        commands, "quickstart", _quickstart, "a small task, a warm start, and RL on it"
+        commands, "quickstart", _quickstart, "train on a small task: warm start, then RL"
     )
     tasks = ("toy", "counting", "experts", "reasoning", "tools")
-    about = "counting: longer answers; experts: a mixture; reasoning: a real task; tools: a calculator to call"
+    about = "toy: sums; counting: longer ones; experts: MoE; reasoning: a real task; tools: a calculator (default: toy)"
     quickstart.add_argument("--task", choices=tasks, default="toy", help=about)
-    overrides(quickstart, "for the RL run")
+    overrides(quickstart, "overrides of the RL run, such as correction=icepop")
 
 
 def _add_plan(commands: Any) -> None:
-    about = "ranks, memory, time and the sync of a recipe; starts nothing"
+    about = "estimate ranks, memory, time and weight sync of a recipe; starts nothing"
     plan = command(commands, "plan", _plan, about)
     plan.add_argument(
         "target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json"
     )
-    overrides(plan, "such as learner.tensor_parallel=8")
+    overrides(plan, "overrides of the recipe, such as learner.tensor_parallel=8")
     plan.add_argument(
         "--on",
         metavar="NODESxGPUSxNAME-GIB-HOST",
-        help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
+        help="plan for this machine, such as 1x8xH100-80; own, or no GPU here: for the cluster that the recipe names",
     )
     plan.add_argument(
         "--assume", action="append", default=[], metavar="name=value", help="such as response=0.2"
@@ -53,34 +63,32 @@ def _add_plan(commands: Any) -> None:
         "--json", action="store_true", dest="as_json", help="the plan as JSON, in bytes and seconds"
     )
     plan.add_argument(
-        "--suggest", action="store_true", help="the fastest layouts that fit, as overrides"
+        "--suggest", action="store_true", help="print the fastest layouts that fit, as overrides"
     )
     plan.add_argument(
-        "--precision",
-        action="store_true",
-        help="seconds of a step by the sampler's format; what pays",
+        "--precision", action="store_true", help="print seconds of a step for each sampler format"
     )
-    plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
+    plan.add_argument("--sbatch", action="store_true", help="print the sbatch command")
     plan.add_argument(
-        "--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)"
+        "--replicas", type=int, default=1, help="engines of the planned sync (default: %(default)s)"
     )
-    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
+    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to estimate sync times")
 
 
 def _add_translate(commands: Any) -> None:
-    about = "another project's recipe, or its correction alone, as ours"
+    about = "translate a recipe of another framework, or its correction"
     translate = command(commands, "translate", _translate, about)
     translate.add_argument(
-        "framework", help="such as verl, skyrl or trl; an unknown one lists them all"
+        "framework", help="framework, such as verl, skyrl or trl; an unknown one lists all"
     )
     translate.add_argument(
         "file",
         type=Path,
-        help="their YAML, TOML, script or Python file; - for YAML on standard input",
+        help="its YAML, TOML, script or Python file; - for YAML on standard input",
     )
-    overrides(translate, "variables of a script, and keys of theirs")
+    overrides(translate, "variables of a script, and keys of that framework")
     translate.add_argument(
-        "-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output"
+        "-o", type=Path, metavar="FILE", help="write the whole recipe; - for standard output"
     )
 
 
@@ -129,8 +137,7 @@ def _toy(options: argparse.Namespace) -> int:
         return 0
     counts = toy.write_toy(options.folder, like=like)
     print(
-        f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and "
-        "model/"
+        f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/"
     )
     return 0
 

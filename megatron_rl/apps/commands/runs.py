@@ -11,26 +11,33 @@ from megatron_rl.config import ConfigError
 
 
 def add(commands: Any) -> None:
+    folder = "run directory, such as runs/quickstart"
     report = command(
-        commands, "report", _report, "one HTML page from one or several run directories"
+        commands, "report", _report, "write one HTML page about one or several run directories"
     )
     report.add_argument(
-        "-o", "--output", type=Path, help="default: report.html in the (first) run directory"
+        "-o", "--output", type=Path, help="default: report.html in the first run directory"
     )
-    about = "how runs stand: state, step, rate, scores, alarms, checkpoint"
+    about = "print state, step, rate, scores, alarms and checkpoint of runs"
     status = command(commands, "status", _status, about)
-    about = "the same, again and again, until all have ended"
+    about = "print the status repeatedly until all runs have ended"
     watch = command(commands, "watch", _watch, about)
-    watch.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    watch.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="interval (default: %(default)s)",
+    )
     for parser in (report, status, watch):
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=folder)
 
     about = "list and verify the checkpoints of a run"
     kept = command(commands, "checkpoints", _checkpoints, about)
-    about = "other corrections on the batches that a run recorded"
+    about = "apply other corrections to the batches that a run recorded"
     replay = command(commands, "replay", _replay, about)
     for parser in (kept, replay):
-        parser.add_argument("folder", type=Path, metavar="RUN")
+        parser.add_argument("folder", type=Path, metavar="RUN", help=folder)
     replay.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
     replay.description = (
         "Applies other corrections to the batches that a run recorded. Nothing is trained."
@@ -38,7 +45,7 @@ def add(commands: Any) -> None:
     replay.add_argument(
         "--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction"
     )
-    overrides(replay, "such as correction.weight.high=4")
+    overrides(replay, "keys of the correction, such as correction.weight.high=4")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -70,8 +70,7 @@ class Chat:
             if not self.talks or len(self.messages) == 1:
                 self.messages.pop()
                 raise ChatError(
-                    f"this has {len(ids)} tokens, the engine takes {most}: raise "
-                    "rollout.max_prompt_tokens"
+                    f"this has {len(ids)} tokens, the engine takes {most}: raise rollout.max_prompt_tokens"
                 )
             del self.messages[:2]
         self.turns += 1
@@ -190,7 +189,7 @@ class ToolChat:
             for message in session.add(more):
                 self.show(f"<- {message['content']}")
         self._session = session
-        return f"[environment.max_turns: {self._rules.section.max_turns} answers with calls]"
+        return f"[environment.max_turns: {self._rules.section.max_turns} responses with calls]"
 
     async def _begun(self, text: str) -> EnvironmentSession:
         row = {"prompt": text, "answer": "", **self.row}

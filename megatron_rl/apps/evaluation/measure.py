@@ -40,8 +40,7 @@ def with_sets(config: Config, words: Sequence[str]) -> Config:
         if held_out(config):
             return config
         raise ConfigError(
-            "--set: nothing to evaluate on; name a file of prompts, such as --set "
-            "data/math500.parquet"
+            "--set: nothing to evaluate on; name a file of prompts, such as --set data/math500.parquet"
         )
     known = config.eval.sets or {}
     chosen = dict[str, EvalSet]()

@@ -105,7 +105,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     newest = next(checkpoints.complete_checkpoints(root, lambda line: None), None)
     if newest is None:
         raise ConfigError(
-            f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with "
+            f"{path}: no model/ and no complete checkpoint yet; a run leaves model/ at its end with "
             "checkpoint.export_hf=true, and checkpoints with checkpoint.every"
         )
     policy = newest.path / checkpoints.POLICY
@@ -123,8 +123,7 @@ def _companions(path: Path, config: Config | None, hf: Path | None) -> Path:
     if folder is None or not (folder / "config.json").is_file():
         where = f"{folder} has none" if folder else "their folder is unknown"
         raise ConfigError(
-            f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf "
-            "FOLDER"
+            f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf FOLDER"
         )
     return folder
 

@@ -121,7 +121,7 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         elif one.limit is not None and one.peak > one.limit:
             shares = ""
             if "learner" in one.kind:
-                shares = "learner.context_parallel shares long answers; "
+                shares = "learner.context_parallel shares long responses; "
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, "
                 f"and has {one.limit / GIB:.1f}; the most of it: {largest_parts(one.at_peak)} GiB. {shares}"
@@ -142,7 +142,7 @@ def _too_little(case: Case) -> Iterator[str]:
     if case.limit is not None and engine.tokens < longest:
         yield (
             f"{SHARE_KEY}: {engine.tokens:,} tokens of cache are left beside "
-            f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes "
+            f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its response takes "
             f"{longest:,}; raise it, or sampler.tensor_parallel"
         )
 
@@ -173,7 +173,7 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
             f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are "
             f"lost while tools work, and prefilled again; environment.max_concurrent={fitting} fits"
         )
-    tight = "tight, a longer answer or another library may be too much"
+    tight = "tight, a longer response or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
 
 
@@ -182,7 +182,7 @@ def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[s
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
         yield (
-            f"host memory: the first node needs {needed:.0f} GiB of its own, has "
+            f"CPU memory: the first node needs {needed:.0f} GiB of its own, has "
             f"{machine.host_gib:.0f}; the most of it: {largest_parts(host)} GiB. Use more nodes, or leave "
             "learner.offload at none"
         )

@@ -8,6 +8,7 @@ from megatron_rl.config.fleet import describe_sampler
 from megatron_rl.config.schema import Config, Forward, LearnerSection
 from megatron_rl.learner.modules import limits
 from megatron_rl.loss.prox_pass import anchored_to_learner, makes_prox_pass
+from megatron_rl.loss.table import LOSSES
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.checks import Checked
@@ -31,8 +32,8 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         ("sync", settings(config.sync, "transport")),
         (
             "step",
-            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
-            f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} "
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} responses, at most "
+            f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} optimizer "
             f"update(s){_prox(config)}",
         ),
         *objective(config),
@@ -64,7 +65,7 @@ def objective(config: Config) -> list[tuple[str, str]]:
     if config.eval.every:
         sets = (f"{one.name or 'eval'} ({one.path} x {one.samples})" for one in held_out(config))
         evaluated = f"every {config.eval.every} steps: {', '.join(sets)}"
-    loss = settings(config.loss, "name", "clip_low", "clip_high")
+    loss = settings(config.loss, "name", *LOSSES[config.loss.name].reads)
     return [
         ("loss", f"{loss}, advantages: {config.advantage.estimator}"),
         ("weight", weight),
@@ -100,9 +101,10 @@ def arithmetic(learner: LearnerSection) -> str:
 
 
 def _prox(config: Config) -> str:
-    made = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
-    if made or config.rollout.supervised:
+    if config.rollout.supervised:
         return ""
+    if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
+        return ", after a separate proximal pass"
     if not anchored_to_learner(config.correction, config.rollout):
         return f"; no proximal pass, the ratio's anchor is {config.correction.anchor}"
     return ", whose own forward pass gives the proximal logprobs"

@@ -41,8 +41,7 @@ def _roles(plan: Plan) -> Iterator[str]:
     yield f"machine   {case.machine}"
     yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
     yield (
-        f"learner   {roles.learner:,} ranks ({summary.axes(case.model.layout)}) on "
-        f"{roles.learner_nodes} node(s)"
+        f"learner   {roles.learner:,} ranks ({summary.axes(case.model.layout)}) on {roles.learner_nodes} node(s)"
     )
     engines = f"{roles.engines:,} engine(s) of {roles.engine_tp}"
     if case.machine.gpus and roles.local:
@@ -52,7 +51,7 @@ def _roles(plan: Plan) -> Iterator[str]:
         engines += f", {roles.distant} of them on other nodes"
     yield f"sampler   {engines}"
     yield (
-        f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; "
+        f"step      {work.sequences:,} responses, about {work.tokens / 1e6:.2f} M tokens; "
         f"{work.updates} update(s) of {case.packs} micro-batch(es) on each replica"
     )
     if work.sessions:
@@ -98,7 +97,7 @@ def _rest(plan: Plan) -> Iterator[str]:
         f"limit of {case.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs "
         f"is {cache.wanted}"
     )
-    yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
+    yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much CPU memory of all nodes together"
     if plan.host:
         parts = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in plan.host.items())
         has = f"{case.machine.host_gib:.0f}" if case.machine.host_gib else "not known"
@@ -108,8 +107,8 @@ def _rest(plan: Plan) -> Iterator[str]:
         )
     old = max(config.rollout.max_staleness, config.sync.every - 1)
     yield (
-        f"staleness answers are up to {old} update(s) of the sampler old, and the last of a step's "
-        f"updates {config.learner.n_minibatches - 1} more"
+        f"staleness responses are up to {old} step(s) old when a step begins; its last optimizer "
+        f"update comes {config.learner.n_minibatches - 1} update(s) later"
     )
     if plan.time is None:
         yield "time      not known for this machine; --on names one, such as 1x8xH100-80"
@@ -127,7 +126,7 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
     yield f"time      a step {duration(time.step)}: {phases}"
     yield (
         f"          {steps} steps {duration(time.step * steps)} and {plan.gpu_hours:,.0f} "
-        "GPU-hours (without evaluations; early steps have shorter answers)"
+        "GPU-hours (without evaluations; early steps have shorter responses)"
     )
     yield (
         f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a "
@@ -135,13 +134,13 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
         f"stages, {time.mfu:.0%} of the GPUs' peak (docs/guides/slurm.md)"
     )
     if time.ahead:
-        waits = "sampler waits for updates"
+        waits = "sampler waits for weights"
         if time.rollout > time.learner:
-            waits = "learner waits for answers"
+            waits = "learner waits for responses"
         waiting = work.waiting_bytes(config.rollout.max_staleness)
         yield (
             f"ahead     {duration(time.overlap)} of a step overlap, the {waits}; batches that wait "
-            f"take {_gib(waiting)} GiB of the driver's host"
+            f"take {_gib(waiting)} GiB of CPU memory on the driver's node"
         )
     known = vars(plan.case.assumed)
     if not work.sessions:

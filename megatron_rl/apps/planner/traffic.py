@@ -22,7 +22,7 @@ from megatron_rl.weight_sync.engine_shards import SMALL
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
-    "  busiest end: all bytes through the most loaded rank; engines on one host read the `file` "
+    "  busiest end: all bytes through the most loaded rank; engines on one node read the `file` "
     "transport's bytes from one shared copy"
 )
 

@@ -33,7 +33,7 @@ LANE_COLOURS = TIME_PHASES | {
     "rollout": "#e3e7ee",
     "checkpoint": "#5b6472",
 }
-LANE_NAMES = {"rollout": "waits for answers"}
+LANE_NAMES = {"rollout": "waits for responses"}
 REACH = 8.0  # of the histogram of ratios, in nats
 
 

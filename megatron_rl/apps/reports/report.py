@@ -29,11 +29,11 @@ LAYOUT = {
     "EP": "expert_parallel",
     "CP": "context_parallel",
 }
-# medians in the headline of a run whose responses were sampled: label, metric, format
+# medians over steps in the headline of a run whose responses were sampled: label, metric, format
 OF_SAMPLER = (
-    ("Rollout tokens/s", "perf/rollout_tokens_per_s", ",.0f"),
-    ("Mismatch KL (k3)", MISMATCH, ".2e"),
-    ("Effective sample size", SAMPLE_SIZE, ".1%"),
+    ("Median rollout tokens/s", "perf/rollout_tokens_per_s", ",.0f"),
+    ("Median mismatch KL (k3)", MISMATCH, ".2e"),
+    ("Median effective sample size", SAMPLE_SIZE, ".1%"),
 )
 
 

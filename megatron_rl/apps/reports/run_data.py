@@ -129,8 +129,7 @@ def load_run(path: Path) -> RunData:
     run = RunDir(path)
     if not any(file.is_file() for file in (run.metrics, run.config, run.status)):
         raise NotARun(
-            f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as "
-            "runs/NAME"
+            f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME"
         )
     problems: list[str] = []
     config: dict[str, Any] = {}

@@ -18,11 +18,11 @@ MISMATCH_CUTS = {
     "probability": ("probability", "how likely they were", "sampler's probability of the token"),
     "position": ("position", "place in the response", "position, percent of the response"),
     "length": ("length", "the length of their response", "tokens of the response"),
-    "staleness": ("staleness", "the age of the sampler's weights", "updates behind the policy"),
+    "staleness": ("staleness", "the age of the sampler's weights", "steps behind the policy"),
     "finish": ("finish reason", "the end of their response", "finish reason"),
     "format": ("weight format", "the sampler's weights", "format"),
-    "turn": ("turn", "turn of their session", "turn, counted from 0"),
-    "place": ("place in the turn", "place in a session's turn", "token of the turn"),
+    "turn": ("turn", "turn of their conversation", "turn, counted from 0"),
+    "place": ("place in the turn", "place in a turn", "token of the turn"),
 }
 NATS: dict[str, Any] = {"y_title": "nats", "from_zero": True}
 
@@ -79,7 +79,7 @@ def _curves(
 
 def _learning(runs: Sequence[RunData]) -> list[Panel]:
     sampled = any(run.series("reward/sampler_mean") for run in runs)
-    about = "All generated answers" if sampled else "The answers that were trained on"
+    about = "All generated responses" if sampled else "The responses that were trained on"
     reward = {
         "reward/sampler_mean" if sampled else "reward/mean": "reward",
         "reward/learner_estimate": "learner estimate",
@@ -195,7 +195,7 @@ def _learner(runs: Sequence[RunData]) -> list[Panel]:
     norm = {"optim/grad_norm": "norm"}
     entropy = {"loss/entropy": "entropy"}
     share = "Fraction of tokens"
-    groups = "Of all generated: all answers right, all wrong, or some of both."
+    groups = "Of all generated groups: all responses right, all wrong, or some of both."
     return [
         _curves(runs, "Response length", "Mean, in tokens", length, from_zero=True),
         _curves(runs, "Entropy", "Mean over trained tokens, in nats", entropy, from_zero=True),

@@ -50,7 +50,7 @@ def _switches(values: Values, accounts: Accounts) -> None:
         if values.get(estimator) == "dr_grpo":
             values[estimator] = "rloo"
         else:
-            accounts.lacks("a baseline without the answer itself", "baseline")
+            accounts.lacks("a baseline without the response itself", "baseline")
 
 
 def _clips(values: Values, accounts: Accounts) -> None:
@@ -79,16 +79,19 @@ def _lengths(values: Values, accounts: Accounts) -> None:
 
 def _batch(values: Values, accounts: Accounts) -> None:
     samples = values.get("rollout.samples_per_prompt", 1)
-    if device_rows := values.get("=device_answers"):
+    if device_rows := values.get("=device_responses"):
         rows = device_rows * values.get("=gpus", 1)
         updates = values.get("=accumulated", 1)
-        values.setdefault("=batch_answers", rows * values.get("=steps_per_generation", updates))
-        values["=minibatch_answers"] = rows * updates
-        values["=microbatch_answers"] = device_rows
-    if answers := values.get("=batch_answers"):
-        values["rollout.prompts_per_step"] = max(1, answers // samples)
+        values.setdefault("=batch_responses", rows * values.get("=steps_per_generation", updates))
+        values["=minibatch_responses"] = rows * updates
+        values["=microbatch_responses"] = device_rows
+    if responses := values.get("=batch_responses"):
+        values["rollout.prompts_per_step"] = max(1, responses // samples)
     prompts = values.get("rollout.prompts_per_step", 1)
-    for fact, whole in (("=minibatch_prompts", prompts), ("=minibatch_answers", prompts * samples)):
+    for fact, whole in (
+        ("=minibatch_prompts", prompts),
+        ("=minibatch_responses", prompts * samples),
+    ):
         if part := values.get(fact):  # 0, for some: the whole batch
             values["learner.n_minibatches"] = min(max(1, whole // part), prompts)
             if whole % part and part < whole:
@@ -97,7 +100,7 @@ def _batch(values: Values, accounts: Accounts) -> None:
         accounts.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
     key = "learner.tokens_per_microbatch"
-    tokens = values.get(key) or values.get("=microbatch_answers", 0) * longest
+    tokens = values.get(key) or values.get("=microbatch_responses", 0) * longest
     if tokens or longest > LearnerSection().tokens_per_microbatch:
         values[key] = max(tokens, longest)
 
@@ -190,7 +193,7 @@ def _sampling(values: Values, accounts: Accounts) -> None:
         values["eval.samples"] = 1
         accounts.note("greedy")
     if values.get("rollout.max_staleness", 0) > MOST_AHEAD:
-        accounts.note("far_ahead", ahead=values["rollout.max_staleness"], most=MOST_AHEAD)
+        accounts.note("stale_limit", ahead=values["rollout.max_staleness"], most=MOST_AHEAD)
         values["rollout.max_staleness"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
         if (every := values.get(key, 0)) % 1:
@@ -201,7 +204,7 @@ def _sampling(values: Values, accounts: Accounts) -> None:
     alone = values.get("rollout.samples_per_prompt") == 1
     if alone and values.get("rollout.dynamic_sampling"):
         values["rollout.dynamic_sampling"] = False
-        accounts.note("no_spread")
+        accounts.note("no_variance")
     if alone and values.get("advantage.estimator", "grpo") in GROUPED:
         values["advantage.estimator"] = "reinforce_pp"
-        accounts.note("one_answer")
+        accounts.note("one_response")

@@ -147,8 +147,7 @@ class Keys:
 
     def note_gspo(self, project: str, which: str = "all tokens of a row", by: str = "") -> None:
         self.note(
-            f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are "
-            f"left{by}"
+            f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}"
         )
 
     def raw(self, name: str, default: Any = None) -> Any:

@@ -102,7 +102,7 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
         correction.config, LossConfig(name=values.get("loss.name", "ppo"))
     ):
         accounts.lacks(
-            f"answers {values.pop('rollout.max_staleness')} updates old", "nothing_corrects"
+            f"responses {values.pop('rollout.max_staleness')} steps old", "nothing_corrects"
         )
     values |= correction_section(correction.config)
     return Recipe(

@@ -127,8 +127,7 @@ def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
         if write_yaml(read_yaml(text)) == section:
             return text
     raise TranslationError(
-        "the translated recipe is not read back as it is: its keys are too many, too long or too "
-        "deep"
+        "the translated recipe is not read back as it is: its keys are too many, too long or too deep"
     )
 
 

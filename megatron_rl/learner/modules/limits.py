@@ -237,7 +237,7 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
     elif kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         yield (
             f"model.path: low_freq_factor of config.json is {scaling['low_freq_factor']}, which is "
-            f"not below high_freq_factor, {scaling['high_freq_factor']}; mend it"
+            f"not below high_freq_factor, {scaling['high_freq_factor']}; fix it"
         )
 
 
@@ -273,7 +273,7 @@ def experts(
         )
     chosen = experts_per_token(hf_config)
     if not 1 <= chosen <= shape.experts:
-        yield f"model.path: num_experts_per_tok={chosen} of config.json, but there are {shape.experts} experts; mend it"
+        yield f"model.path: num_experts_per_tok={chosen} of config.json, but there are {shape.experts} experts; fix it"
     elif chosen == 1 and renormalized(shape, hf_config):
         yield (
             "model.path: num_experts_per_tok=1 of config.json with renormalised weights makes "
@@ -325,8 +325,7 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
         yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
     if recipe == "delayed":
         yield (
-            f"{key}_recipe: delayed scales are those of updates before; use one of "
-            f"{', '.join(FP8_TOKENS)}"
+            f"{key}_recipe: delayed scales are those of updates before; use one of {', '.join(FP8_TOKENS)}"
         )
     elif recipe not in FP8_TOKENS:
         yield f"{key}_recipe: {recipe}, expected one of {', '.join(FP8_TOKENS)}, or null ({FP8_RECIPE})"

@@ -172,7 +172,7 @@ def test_a_node_s_own_memory_is_a_limit_where_it_is_named(command: Command) -> N
     assert "it has: not known" in command("plan", DAPO, *NODE)
     assert "it has: 1024" in command("plan", DAPO, "--on", "1x8xH100-80-1024")
     said = command("plan", DAPO, "--on", "1x8xH100-80-256", status=2)
-    assert "host memory: " in said
+    assert "CPU memory: " in said
     assert "learner.offload" in said
 
 
