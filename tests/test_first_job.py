@@ -30,7 +30,7 @@ HERE = (
     "Makefile",
 )
 ASKED = "Solve step by step. Answer: $Answer last.\n\n"
-SHELL = re.compile(r"^```sh\n(make install\n.*?)^```$", re.DOTALL | re.MULTILINE)
+SHELL = re.compile(r"^```bash\n# not run[^\n]*\n(make install\n.*?)^```$", re.DOTALL | re.MULTILINE)
 # says that it was called, and does what the job does first: its check, without the nodes
 SBATCH = """#!/usr/bin/env bash
 recipe=$(bash -c "$(grep '^RECIPE=' "$1"); echo \\$RECIPE")

@@ -177,7 +177,7 @@ class Engine:
             asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **params)
             (output,) = self.llm.generate([prompt], asked, use_tqdm=False)
         finally:
-            seen = self.llm.collective_rpc(f"seen_{what}", args=arguments)
+            seen = self.llm.collective_rpc(f"observed_{what}", args=arguments)
         rows: Any = output.prompt_logprobs or []
         return seen[0], rows
 

@@ -255,7 +255,7 @@ class WorkerExtension:
     def watch_activations(self) -> None:
         self._watch = ModuleOutputs(self.weight_transfer_engine.model)
 
-    def activation_stats(self) -> bytes:
+    def observed_activations(self) -> bytes:
         """Return the values recorded since `watch_activations`, and remove its hooks."""
         return self._watch.end()
 
@@ -273,7 +273,7 @@ class WorkerExtension:
             return [self._choices.of(name, tokens) for name, tokens in wanted]
         return []
 
-    def router_stats(self, tokens: int, layers: int) -> bytes:
+    def observed_routes(self, tokens: int, layers: int) -> bytes:
         """Return the choices recorded since `watch_routes`, and remove its hooks."""
         return self._routes.end(tokens, layers)
 

@@ -131,7 +131,7 @@ def beside_reference(comparison: Comparison) -> Iterator[str]:
     reference = comparison.beside()
     if reference is None or not reference.by_seed(AREA):
         return
-    yield f"{reference.name}, which has neither cause of a mismatch: {reference.written(AREA)}."
+    yield f"{reference.name} (reference): {reference.written(AREA)}."
     for one in findings(comparison):
         difference = (one.best.mean(AREA) or 0.0) - (reference.mean(AREA) or 0.0)
         above = beyond_noise(one.best, reference)
