@@ -163,7 +163,7 @@ def test_a_bad_checkpoint_is_reported_and_skipped(run: Path, name: str, command:
     tracemalloc.stop()
     assert len(lines) >= 3
     assert any("incomplete: " in line for line in lines)
-    assert lines[-1].rstrip().endswith("whole")
+    assert lines[-1].rstrip().endswith("complete")
     assert peak < 64 << 20
     _, said = open_run(run, IfExists.resume, YAML)
     assert "checkpoint of step 4" in said

@@ -156,7 +156,7 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, run_folder: Pat
     with pytest.raises(StepAborted, match=r"SIGTERM .*step 3"):
         ask_driver(Alone(), generate)
     assert not waited, "it is left, and not waited for"
-    assert "the last finished step is saved" in said(run_folder, "saved")["said"]
+    assert "the newest finished update is saved" in said(run_folder, "saved")["said"]
     assert not asked._waiting
 
 
@@ -191,7 +191,7 @@ def limited(asked: StopRequest, monkeypatch: pytest.MonkeyPatch) -> StopRequest:
 def test_the_time_limit_of_a_job_counts(limited: StopRequest, run_folder: Path) -> None:
     limited._clock.seconds = 10_000.0  # type: ignore[attr-defined]
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert "2h46m, with 1h" in said(run_folder, "the last finished step")["said"]
+    assert "2h46m, with 1h" in said(run_folder, "the newest finished update")["said"]
 
 
 def test_a_late_save_has_its_time(limited: StopRequest, run_folder: Path) -> None:
@@ -299,7 +299,7 @@ def test_what_is_given_up_comes_again(tmp_path: Path) -> None:
     status = read_status(folder)
     assert status["state"] == "stopped"
     assert "rollout of step 2" in status["reason"], status
-    assert "the last finished step is saved" in screen
+    assert "the newest finished update is saved" in screen
     assert "tools/convert.py export" in screen
     assert not (folder / "model").exists()
     assert (checkpoints.steps(folder / "checkpoints"), len(records_of(folder))) == ([1], 2)

@@ -3,7 +3,7 @@
 import math
 import os
 from io import StringIO
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -153,7 +153,7 @@ def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> No
 def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
     now = 1000.0
     stream = StringIO()
-    phases = chain(["start"], repeat("rollout"))
+    phases = repeat("rollout")
     (tmp_path / "sampler.log").write_text(
         "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting\n"
         "WARNING 11-25 17:36:48 [a.py:1] odd\n"

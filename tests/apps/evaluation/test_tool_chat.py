@@ -146,9 +146,9 @@ def test_a_model_that_never_stops_calling_is_stopped(tmp_path: Path) -> None:
             environment={"max_turns": 3},
         )
     ) as talked:
-        assert "environment.max_turns: 3 answers" in talked.chat.answer(HELLO)
+        assert "environment.max_turns: 3 responses" in talked.chat.answer(HELLO)
         assert len(talked.policy.asked) == 3
-        assert "environment.max_turns: 3 answers" in talked.chat.answer("Go on.")
+        assert "environment.max_turns: 3 responses" in talked.chat.answer("Go on.")
     assert talked.last().count("<|im_start|>tool\n2<|im_end|>") == 5
 
 
