@@ -162,7 +162,7 @@ class UpdateInputs(Rows):
     denominator_mask_N: Tensor
     selected_N: Tensor | None = None
     advantages_N: Tensor | None = None  # of each token; None: its row's
-    # updates since the token was sampled; for correction.anchor interpolated
+    # steps (policy versions) since the token was sampled; for correction.anchor interpolated
     staleness_N: Tensor | None = None
     turns_N: Tensor | None = None  # see Batch
 

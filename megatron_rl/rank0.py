@@ -22,8 +22,8 @@ class Rank0:
         self._driver = driver
         self._ranks: Ranks | None = None
 
-    def join(self, ranks: Ranks) -> None:
-        """Broadcast results to these ranks from now on."""
+    def connect(self, ranks: Ranks) -> None:
+        """Set the ranks to which results are broadcast."""
         self._ranks = ranks
 
     def ask(self, question: Callable[[Driver], T]) -> T:

@@ -1,8 +1,8 @@
 """Training loop on every rank: rollouts, updates, weight sync, evaluation, checkpoints; rank 0
 drives sampler, rewards.
 
-prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage ->
-loss -> learner step -> weight sync -> next rollout
+prompt -> rollout -> reward -> group filter -> prox logprobs -> correction (rules, advantages,
+weights) -> loss -> learner step -> weight sync -> next rollout
 
 Shape suffixes: B rows, N response tokens.
 """
@@ -69,7 +69,7 @@ def train(
         learner = Learner(model, config, run_dir / "dumps")
         # after the driver has finished: a rank that leaves ends those that still wait for it
         after_driver.callback(learner.close)
-        rank0.join(learner)
+        rank0.connect(learner)
         sync = WeightSync(learner, rank0.only(lambda driver: driver.sampler), config)
         learner.set_smoothing(sync.smoothing)
         with closing(sync):
@@ -217,8 +217,8 @@ def sync_and_log(
 
 
 def anchor_logprobs(learner: Learner, share: Share, config: Config) -> torch.Tensor | None:
-    """Return p, the policy's logprobs before the update; None if the update's forward pass provides
-    them in time.
+    """Return the anchor of the loss ratio: p, the policy's logprobs before the update; mu where the
+    anchor is not the learner; None if the update's own forward pass supplies p.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
         return learner.logprobs(share)

@@ -54,7 +54,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         learner = Learner(model, base)
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         rank0 = Rank0(driver)
-        rank0.join(learner)
+        rank0.connect(learner)
         sync = WeightSync(learner, driver.sampler, base)
         saver = Saver(
             folder / "run" / "checkpoints",

@@ -60,7 +60,7 @@ def learner(**more: Any) -> Any:
 
 def joined(driver: Any) -> Rank0:
     rank0 = Rank0(driver)
-    rank0.join(learner())
+    rank0.connect(learner())
     return rank0
 
 

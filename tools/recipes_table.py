@@ -8,12 +8,27 @@ from pathlib import Path
 
 from grid import is_grid
 
+from megatron_rl.apps.planner.summary import axes
 from megatron_rl.config import cluster, load
 from megatron_rl.config.fleet import uses_servers
 from megatron_rl.config.schema import Config, Sleep
 from megatron_rl.models.layout import Layout
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+# recipes that the test suite trains: test_end_to_end.py, test_own_task_page.py, environments/test_page.py
+TRAINED = [
+    "toy_sft",
+    "own",
+    "sft",
+    "quickstart",
+    "quickstart_bf16",
+    "quickstart_fp8",
+    "quickstart_lora",
+    "quickstart_pp2",
+    "reasoning",
+    "tools",
+    "tools_sft",
+]
 ABOVE = """# Recipes
 
 All recipes of this folder. [The guide](../docs/guides/recipes.md) explains how to choose, check, submit and write
@@ -23,8 +38,9 @@ one. A recipe for GPUs begins with its source, the expected result, the metrics 
 megatron-rl train recipes/dapo_fp8.yaml --print-config
 ```
 
-`status`: `CI` is run on a CPU by the test suite; `untested` has not run on its cluster (the test suite checks its
-memory plan and takes two steps with a small model). Measurements: [GPU results](../docs/experiments/gpu-results.md).
+`status`: `CI` is trained on a CPU by the test suite; `untested` is not (recipes for CPUs), or has not run on its
+cluster (for GPUs: the test suite checks the memory plan and takes two steps with a small model). Measurements:
+[GPU results](../docs/experiments/gpu-results.md).
 """
 GRIDS = (
     "\n## Grids\n\n`tools/compare_corrections.py` runs a grid of several settings and seeds:\n\n"
@@ -59,14 +75,6 @@ def _lines(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     sampler = config.sampler
-    layout = Layout.from_config(config.learner)
-    axes = (
-        ("TP", layout.tp),
-        ("PP", layout.pp),
-        ("CP", layout.cp),
-        ("EP", layout.ep),
-        ("DP", layout.dp),
-    )
     servers = f"{sampler.engines} servers of " if uses_servers(sampler) else ""
     if sampler.sleep != Sleep.none:
         shared = ", colocated"
@@ -80,11 +88,11 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     return (
         f"[{path.stem}]({path.name})",
         Path(config.model.path).name if machine else Path(config.data.train).parent.name,
-        " ".join(f"{name}{count}" for name, count in axes if count > 1) or "one rank",
+        axes(Layout.from_config(config.learner)),
         f"{servers}TP{sampler.tensor_parallel}{shared}",
         f"{'BF16' if config.quantization.format == 'none' else config.quantization.format.upper()}{fp8}",
         _correction(config),
-        status[1] if status else ("untested" if machine else "CI"),
+        status[1] if status else ("CI" if path.stem in TRAINED else "untested"),
     )
 
 

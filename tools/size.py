@@ -82,27 +82,28 @@ def leaves(section: object) -> int:
     return 1
 
 
-def floors(found: list[Module]) -> tuple[dict[str, int], set[str]]:
-    """Depth of the imports inside each room, a module that imports none of its room being floor
-    1; and the modules that import themselves by way of others of their room, those that only a type
-    checker follows included.
+def package_depths(found: list[Module]) -> tuple[dict[str, int], set[str]]:
+    """Return the depth of the imports inside each package, where a module that imports none of its
+    package has depth 1; and the modules in import cycles within a package. Imports that only a type
+    checker follows count.
     """
-    rooms: dict[str, dict[str, set[str]]] = defaultdict(dict)
+    packages: dict[str, dict[str, set[str]]] = defaultdict(dict)
     for one in found:
         name = ".".join(one.path.relative_to(ROOT).with_suffix("").parts)
-        rooms[name.rpartition(".")[0]][name] = set(_imported(one.path))
-    circles: set[str] = set()
+        packages[name.rpartition(".")[0]][name] = set(_imported(one.path))
+    cycles: set[str] = set()
 
-    def height(name: str, room: dict[str, set[str]], above: tuple[str, ...]) -> int:
+    def depth(name: str, package: dict[str, set[str]], above: tuple[str, ...]) -> int:
         if name in above:
-            circles.update(above[above.index(name) :])
+            cycles.update(above[above.index(name) :])
             return 0
-        below = room[name] & room.keys() - {name}
-        return 1 + max((height(other, room, (*above, name)) for other in below), default=0)
+        below = package[name] & package.keys() - {name}
+        return 1 + max((depth(other, package, (*above, name)) for other in below), default=0)
 
     return {
-        room: max(height(name, inside, ()) for name in inside) for room, inside in rooms.items()
-    }, circles
+        package: max(depth(name, inside, ()) for name in inside)
+        for package, inside in packages.items()
+    }, cycles
 
 
 def _imported(path: Path) -> Iterator[str]:
@@ -118,7 +119,7 @@ def measure() -> dict[str, float]:
     tokens = {name: sum(one.tokens for one in those) for name, those in found.items()}
     filled = {name: sum(one.filled for one in those) for name, those in found.items()}
     sizes = sorted(one.lines for one in package)
-    depths, circles = floors(package)
+    depths, cycles = package_depths(package)
     return {
         **{f"{name} tokens": count for name, count in tokens.items()},
         **{f"{name} tokens a line": round(tokens[name] / filled[name], 2) for name in found},
@@ -128,8 +129,8 @@ def measure() -> dict[str, float]:
         "largest file": sizes[-1],
         "95th percentile of files": sizes[int(0.95 * (len(sizes) - 1))],
         "longest function": max(length for one in package for length in one.functions.values()),
-        "deepest room": max(depths.values()),
-        "modules in a circle": len(circles),
+        "deepest package": max(depths.values()),
+        "modules in import cycles": len(cycles),
         "files under 60 lines": sum(one.lines < TINY for one in package),
     }
 
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="name the largest files, longest functions, deepest rooms",
+        help="name the largest files, longest functions, deepest packages",
     )
     listed = parser.parse_args().list
     written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -164,10 +165,10 @@ def main() -> int:
         ]
         longest.sort(reverse=True)
         print("\n".join(f"{size:>6}  {path}: {name}" for size, path, name in longest[:8]))
-        depths, circles = floors(package)
-        for room, depth in sorted(depths.items(), key=lambda each: -each[1])[:6]:
-            print(f"{depth:>6} floors  {room}")
-        print("\n".join(f"circle  {name}" for name in sorted(circles)))
+        depths, cycles = package_depths(package)
+        for name, depth in sorted(depths.items(), key=lambda each: -each[1])[:6]:
+            print(f"{depth:>6} package depth  {name}")
+        print("\n".join(f"import cycle  {name}" for name in sorted(cycles)))
     return int(broken)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
     """Everything that `run` checks before it starts or writes anything."""
-    config, _ = _checked(config, found)
-    _check_place(config)
+    _check_place(*_checked(config, found))
 
 
 def plan_run(
@@ -96,7 +95,7 @@ def plan_run(
 
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
-        checked = replace(checked, notes=(*checked.notes, *_check_place(config, dry=True)))
+        checked = _check_place(config, checked, dry=True)
     summary = app("planner.summary")
     print(
         summary.describe(config, checked, changed)
@@ -113,7 +112,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
         )
     config, checked = _checked(config, found, here=ranks == "local")
     first = ranks == "local" or _rank(ranks) == 0
-    for note in (*checked.notes, *_check_place(config)) if first else ():
+    for note in _check_place(config, checked).notes if first else ():
         logger("check").warning(note)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
@@ -183,28 +182,31 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
         )
 
 
-def _check_place(config: Config, dry: bool = False) -> list[str]:
-    """Check the data, the run's directory and the rewards; return the notes."""
+def _check_place(config: Config, checked: Checked, dry: bool = False) -> Checked:
+    """Check the data, the run's directory and the rewards; return `checked` with what was found."""
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.tracking.run_dir import RunDirectoryUsed, check_run_dir
 
-    notes, asked = check_datasets(config)
+    notes, asked, about = check_datasets(config)
     path = config.run.folder
     if_exists = config.run.if_exists
-    checks: list[Callable[[], str | None]] = [
-        partial(check_run_dir, path, if_exists, to_yaml(config))
-    ]
+    checks: list[partial[str]] = [partial(check_run_dir, path, if_exists, to_yaml(config))]
     if config.environment.name is None:  # else its sessions may have rewards of their own
         checks += [partial(check_called, *one, config.run.variables) for one in asked]
+    scores = ""
     for check in checks:
         try:
-            notes += [said] if (said := check()) and dry else []
+            said = check()
+            if check.func is check_called:
+                scores = scores or said
+            elif said and dry:
+                notes.append(said)
         except (RunDirectoryUsed, Unreachable) as refused:
             if not dry:
                 raise
             notes.append(f"as things stand a run would be refused: {refused}")
-    return notes
+    return replace(checked, notes=(*checked.notes, *notes), data=about, scores=scores)
 
 
 def _rank(ranks: str) -> int:

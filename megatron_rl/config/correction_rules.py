@@ -116,7 +116,8 @@ def _check_params(found: Findings, config: LossConfig) -> None:
             continue
         hint = (
             did_you_mean(name, known, "did you mean loss.params.{}?")
-            or f"those of loss.name: {config.name} are {', '.join(known) or 'none'}"
+            or f"those of loss.name: {config.name} are {', '.join(known) or 'none'}; set a parameter "
+            "of another loss to its default"
         )
         problems.append(f"loss.params.{name}: unknown key; {hint}")
     if not problems and {"cov_low", "cov_high"} <= set(known):

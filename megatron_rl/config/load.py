@@ -80,7 +80,8 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
                 where = ""
             else:
                 where = f" ({where.removesuffix(f', named in {own}')})"
-            yield f"{key} {write_line(new.get(key))}, was {write_line(old.get(key))}{where}"
+            was = write_line(old[key]) if key in old else "unset"
+            yield f"{key} {write_line(new.get(key))}, was {was}{where}"
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class DataSection:
         Any, need(is_source, "name a file, or a mapping of files to weights above 0")
     ] = ""
     eval: str | None = (
-        # held-out rows, such as data/aime_2024.parquet; null: none, unless eval.sets names some
+        # held-out rows, such as data/aime_2024.parquet; null: none; needs eval.sets, or eval.every: 0
         None
     )
     # column of the prompt, such as question: text, or a list of chat messages; dots name nested

@@ -78,9 +78,11 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
     )
 
 
-def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection, list[Prompt]]]]:
-    """Raise what loading the data would, before anything is started. Returns notes and some prompts
-    for each reward.
+def check_datasets(
+    config: Config,
+) -> tuple[list[str], list[tuple[RewardSection, list[Prompt]]], str]:
+    """Raise what loading the data would, before anything is started. Returns notes, some prompts for
+    each reward, and a description of the training data.
     """
     data = config.data
     rollout = config.rollout
@@ -109,7 +111,7 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
         rows = load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
         if one.reward != config.reward:
             asked.append((one.reward, _some(rows)))
-    return notes, asked
+    return notes, asked, train.describe()
 
 
 def _some(dataset: Dataset) -> list[Prompt]:

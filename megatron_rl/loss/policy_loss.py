@@ -8,7 +8,7 @@ the whole batch the sum over micro-batches and data-parallel ranks is the loss o
 and so is the sum of each metric. `mask_N` selects the trained tokens; `denominator_mask_N` those
 that are counted in denominators.
 
-Shape legend: N response tokens, B rows of a micro-batch, P prompts.
+Shape legend: N response tokens, B rows of a micro-batch, G prompts.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Totals:
 
     tokens: int
     sequences: int  # rows with a counted token
-    prompt_ids_P: Tensor  # ascending; prompts with a counted token
-    prompt_tokens_P: Tensor
+    prompt_ids_G: Tensor  # ascending; prompts with a counted token
+    prompt_tokens_G: Tensor
     horizon: int  # what seq_mean_token_sum_norm divides by
     measured: int  # tokens with a log-ratio, under `anchor: sampler`
 
     @property
     def prompts(self) -> int:
-        return len(self.prompt_ids_P)
+        return len(self.prompt_ids_G)
 
     def to(self, device: torch.device) -> Totals:
         return replace(
             self,
-            prompt_ids_P=self.prompt_ids_P.to(device),
-            prompt_tokens_P=self.prompt_tokens_P.to(device),
+            prompt_ids_G=self.prompt_ids_G.to(device),
+            prompt_tokens_G=self.prompt_tokens_G.to(device),
         )
 
 
@@ -62,13 +62,13 @@ def count_totals(
 ) -> Totals:
     """`counts_B`: counted tokens of each row; `measured`: tokens with a log-ratio, if they differ."""
     filled_B = counts_B > 0
-    prompt_ids_P, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
-    prompt_tokens_P = torch.zeros(len(prompt_ids_P), dtype=torch.int64, device=counts_B.device)
-    prompt_tokens_P.index_add_(0, place_F, counts_B[filled_B])
+    prompt_ids_G, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
+    prompt_tokens_G = torch.zeros(len(prompt_ids_G), dtype=torch.int64, device=counts_B.device)
+    prompt_tokens_G.index_add_(0, place_F, counts_B[filled_B])
     tokens = int(counts_B.sum())
     if measured is None:
         measured = tokens
-    return Totals(tokens, int(filled_B.sum()), prompt_ids_P, prompt_tokens_P, horizon, measured)
+    return Totals(tokens, int(filled_B.sum()), prompt_ids_G, prompt_tokens_G, horizon, measured)
 
 
 def reduction_of(config: LossConfig) -> Reduction:
@@ -240,8 +240,8 @@ def row_scale(targets: UpdateInputs, reduction: Reduction, totals: Totals) -> Te
     # the prompts' mean
     if totals.prompts == 0:
         return filled_B
-    place_B = torch.searchsorted(totals.prompt_ids_P, targets.groups_B)
-    tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
+    place_B = torch.searchsorted(totals.prompt_ids_G, targets.groups_B)
+    tokens_B = totals.prompt_tokens_G[place_B.clamp(max=totals.prompts - 1)]
     return filled_B / tokens_B / totals.prompts
 
 

@@ -39,11 +39,12 @@ class Loss:
     reads: tuple[str, ...] = ()
     # keys of `loss.params` that it reads; each is a field of LossParams with its default
     params: tuple[str, ...] = ()
-    # True if the loss multiplies by pi / anchor. With correction.anchor=sampler that ratio is the
-    # correction, and the config refuses a rollout weight beside it
+    # True if the loss multiplies by pi / anchor, detached or not. With correction.anchor=sampler
+    # that ratio is the correction, and the config refuses a rollout weight beside it
     ratio: bool = True
-    # effect of clip_low and clip_high on the ratio, for the config's checks; closed: it is clipped
-    # to [1 - clip_low, 1 + clip_high]; open: tokens at or beyond these bounds have no loss
+    # effect of clip_low and clip_high on the ratio, for the config's checks of the two; closed: it
+    # is clipped to [1 - clip_low, 1 + clip_high]; open: tokens at or beyond these bounds have no
+    # loss; empty for a clip on one side
     band: Literal["", "closed", "open"] = ""
     # True if all tokens of a response share a ratio: the default reduction is seq_mean_token_mean,
     # and token_mean is refused

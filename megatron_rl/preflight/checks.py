@@ -36,6 +36,9 @@ class Checked:
     # missing files, if the recipe is checked for another machine
     to_bring: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # valid settings that may surprise
+    # contents of the training data, and scores of some of its answers, if they were read
+    data: str = ""
+    scores: str = ""
 
 
 def check(

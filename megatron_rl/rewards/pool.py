@@ -117,10 +117,8 @@ def check_importable(
         pool.close()
 
 
-def check_called(
-    config: RewardSection, prompts: Sequence[Prompt], variables: Sequence[str]
-) -> None:
-    """Raise if the user's reward scores none of these rows with the row's own answer."""
+def check_called(config: RewardSection, prompts: Sequence[Prompt], variables: Sequence[str]) -> str:
+    """Return the scores of the user's reward for these rows' own answers; raise if it has none."""
     tasks = [
         Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key)
         for one in prompts
@@ -132,6 +130,8 @@ def check_called(
         if all(one.away for one in scores):
             raise Unreachable(f"{why}; start the service that it uses, or fix the address")
         raise ConfigError(f"{why}; fix it there, or name another")
+    shown = ", ".join(f"{one.reward:g}" for one in scores)
+    return shown and f"(answers of some rows score {shown})"
 
 
 class _Breaker:

@@ -3,8 +3,8 @@
 
 With `rollout.max_staleness: k` a thread collects the next k batches while the learner works. The
 batch of step s is started once the learner has requested that of step s - k, and not before the
-sampler serves a policy that is at most k updates older than the one that step s starts from. With
-`rollout.in_flight: drain` an update waits for the responses in progress, and no prompt is added
+sampler serves a policy that is at most k steps older than the one that step s starts from. With
+`rollout.in_flight: drain` a weight update waits for the responses in progress, and no prompt is added
 until it is over.
 
 A batch is complete and in order: no response is left out for being long, and each prompt is trained

@@ -378,7 +378,7 @@ def correct_micro_batch(
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
-    """Learner updates since each token was sampled, if the loss needs them; `version`: now."""
+    """Steps (policy versions) since each token was sampled, if the loss needs them; `version`: now."""
     if config.anchor == Anchor.interpolated:
         return (version - batch.token_versions_N).clamp(min=0).float()
     return None

@@ -17,7 +17,7 @@ _OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
 PARTS = {  # of the compared tokens
     **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
     "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
-    "stale": "tokens of older versions: numerics, and the updates since",
+    "stale": "tokens of older versions: numerics, and the steps since",
     "first_turn": "tokens of the first turn of each conversation",
     "middle_turns": "tokens of the turns between the first and the last",
     "last_turn": "tokens of the last turn, if there are several",

@@ -130,7 +130,7 @@ def test_what_a_recipe_changes_of_its_base(recipe: Path) -> None:
         "correction.weight.low 0.4, was 0.5",
         "optim.lr 0.002, was 0.001",
         "optim.decay cosine, was constant",
-        "learner.megatron.fp8 e4m3, was null",
+        "learner.megatron.fp8 e4m3, was unset",
         "log.alarms {ess: false}, was {}",
     ]
     assert said[0].endswith("(the command line)")

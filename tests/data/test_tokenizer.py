@@ -130,7 +130,7 @@ def test_one_rank_looks_at_the_data(
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(
-        prompts, "check_datasets", lambda *sections: seen.append(sections) or ([], [])
+        prompts, "check_datasets", lambda *sections: seen.append(sections) or ([], [], "")
     )
     monkeypatch.setattr("megatron_rl.rank.run_rank", lambda config, folder: None)
     monkeypatch.setenv("RANK", rank)

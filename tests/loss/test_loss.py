@@ -402,8 +402,8 @@ def test_totals() -> None:
         totals.prompts,
         totals.horizon,
     ) == (29, 7, 3, 100)
-    assert totals.prompt_ids_P.tolist() == [3, 7, 9]
-    assert totals.prompt_tokens_P.tolist() == [6, 14, 9]
+    assert totals.prompt_ids_G.tolist() == [3, 7, 9]
+    assert totals.prompt_tokens_G.tolist() == [6, 14, 9]
     none = count_totals(
         torch.zeros(2, 3).bool(),
         torch.tensor([1, 2]),

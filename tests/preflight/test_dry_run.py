@@ -214,7 +214,11 @@ def test_a_summary_shows_each_edit(command: Command) -> None:
     assert "kl_coef=0.001" in rows["loss"]
     assert rows["optim"].startswith("lr=1e-06 warmup_steps=20 decay=cosine")
     assert "aime (aime.jsonl x 8)" in rows["eval"]
-    assert rows["kept"].endswith("every=10min keep_last=2 best=eval/aime/accuracy export_hf=True")
+    assert rows["data"].endswith("dapo_math_17k.parquet: not read")
+    assert rows["reward"] == "math_dapo"
+    assert rows["checkpoint"].endswith(
+        "every=10min keep_last=2 best=eval/aime/accuracy export_hf=True"
+    )
     assert rows["changed"].startswith("loss.kl_coef 0.001")
     assert rows["optim.decay"].startswith("cosine")
     off = planned(command, "dapo_fp8.yaml", "1x8xH100", "eval.every=0")

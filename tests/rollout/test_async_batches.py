@@ -182,7 +182,7 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
     source = Source(dull=0)
     with ahead(source, max_staleness=3) as batches:
         batches.take(1)
-        # of steps 1 to 4: version 0 is 3 updates older there
+        # of steps 1 to 4: version 0 is 3 steps older there
         wait_for(lambda: len(source.added) == 4 * 8)
         batches.take(2)
         time.sleep(0.05)

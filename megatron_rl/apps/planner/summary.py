@@ -20,6 +20,9 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
     rollout = config.rollout
     layout = checked.policy.layout
     millions = parameters(checked.policy.shape) / 1e6
+    ranks = axes(layout)
+    if layout.world > 1:
+        ranks = f"{layout.world} ranks ({ranks})"
     steps = str(config.run.steps)
     if config.run.stop:
         steps += f", or {config.run.stop}"
@@ -27,9 +30,11 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         ("run", str(config.run.folder)),
         ("machine", str(checked.machine)),
         ("model", f"{config.model.path}, {millions:.2f}M parameters, {config.model.init}"),
-        ("learner", f"{layout.world} ranks ({axes(layout)}), {arithmetic(learner)}"),
+        ("learner", f"{ranks}, {arithmetic(learner)}"),
         ("sampler", describe_sampler(config.sampler, config.quantization)),
         ("sync", settings(config.sync, "transport")),
+        ("data", f"{', '.join(config.data.sources('train'))}: {checked.data or 'not read'}"),
+        ("reward", f"{config.reward.name} {checked.scores}"),
         (
             "step",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} responses, at most "
@@ -43,7 +48,10 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
     ]
-    return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
+    return (
+        "\n".join(f"{name:<10} {text}".rstrip() for name, text in rows)
+        + "\nnothing was written (dry run)"
+    )
 
 
 def axes(layout: Layout) -> str:
@@ -54,7 +62,7 @@ def axes(layout: Layout) -> str:
         "EP": layout.ep,
         "DP": layout.dp,
     }
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
 
 def objective(config: Config) -> list[tuple[str, str]]:
@@ -71,7 +79,7 @@ def objective(config: Config) -> list[tuple[str, str]]:
         ("weight", weight),
         ("optim", settings(config.optim, "lr")),
         ("eval", evaluated),
-        ("kept", settings(config.checkpoint, "every", "minutes", "keep_last")),
+        ("checkpoint", settings(config.checkpoint, "every", "minutes", "keep_last")),
     ]
 
 
