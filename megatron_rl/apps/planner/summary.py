@@ -45,7 +45,7 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         ("steps", steps),
         ("disk", str(writes(checked.policy.shape, config))),
         *changed(changes),
-        *(("to bring:", what) for what in checked.to_bring),
+        *(("missing:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
     ]
     return (
