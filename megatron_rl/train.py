@@ -150,7 +150,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     """Run a step: rollouts, prox pass, correction, updates; the same metrics on all ranks."""
     step = at.step + 1
     with rank0.phase("rollout"):
-        drawn = rank0.ask(lambda driver: driver.collect(step))
+        collected = rank0.ask(lambda driver: driver.collect(step))
         share = learner.split(
             rank0.only(Driver.take_batch), config.learner.n_minibatches, f"{config.run.seed}/{step}"
         )
@@ -158,7 +158,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
         anchor_N = anchor_logprobs(learner, share, config)
         reference_N = learner.reference_logprobs(share) if config.loss.needs_reference else None
         if config.reward.learner_estimate:
-            drawn |= learner_estimate(learner, rank0)
+            collected |= learner_estimate(learner, rank0)
     with rank0.phase("correction"):
         work = CorrectedBatch.corrected(config, share, at.step, anchor_N)
         targets = work.targets(reference_N)
@@ -172,7 +172,7 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
     with rank0.phase("correction"):
         work = work.completed(learner.take_own_logprobs())
         seen = at.seen.after(share)
-        line = drawn | work.metrics() | updates | seen.metrics(share, step)
+        line = collected | work.metrics() | updates | seen.metrics(share, step)
     with rank0.phase("record"):
         columns = {}
         if due(step, config.log.record_every):
@@ -196,10 +196,10 @@ def sync_and_log(
     """
     step = at.step
     end = config.run.steps
-    saver.snapshot_rng_and_stats()
+    saver.snapshot_rng_and_stats()  # as they are now, for a stop before the next snapshot
     rank0.ask(Driver.check_time)
     synced = sync_weights(step, end, config.sync, rank0, learner, sync, first)
-    if at.line is None:  # logged by an earlier attempt
+    if at.line is None:  # this step's line was logged before the restart
         rank0.only(lambda driver: driver.recorder.skip())
         return at, None
     evaluated = evaluate(step, end, config.eval, rank0)
@@ -243,7 +243,8 @@ def sync_weights(
     first: bool = False,
 ) -> dict[str, float]:
     """Sync weights to the sampler and run the logprob probe, each if due."""
-    learner.release_memory()  # without a sync the engine wakes for the next rollouts
+    # before any return: a sleeping engine wakes at the next rollouts even without a sync
+    learner.release_memory()
     # the last evaluation uses the final policy
     if step % section.every and step != end and not first:
         return {}
@@ -341,9 +342,9 @@ def save_if_due(
 ) -> None:
     """Start a checkpoint if one is due; publish the previous one once it is on disk."""
     saver.settle()
-    about = rank0.ask(lambda driver: driver.to_keep(at, evaluated, saver.seconds, ending))
-    if about is not None:
-        saver.begin(at.step, about)
+    driver_state = rank0.ask(lambda driver: driver.to_keep(at, evaluated, saver.seconds, ending))
+    if driver_state is not None:
+        saver.begin(at.step, driver_state)
 
 
 def due(step: int, every: int) -> bool:

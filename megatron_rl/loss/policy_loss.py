@@ -8,7 +8,7 @@ the whole batch the sum over micro-batches and data-parallel ranks is the loss o
 and so is the sum of each metric. `mask_N` selects the trained tokens; `denominator_mask_N` those
 that are counted in denominators.
 
-Shape legend: N response tokens, B rows of a micro-batch, G prompts.
+Shape legend: N response tokens, B rows of a micro-batch, G prompts, F rows with counted tokens.
 """
 
 from __future__ import annotations
