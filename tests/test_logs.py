@@ -20,7 +20,9 @@ def test_lines_have_time_level_component(
     logs.logger("alarm").warning("ess")
     lines = stream.getvalue().splitlines()
     assert len(lines) == shown
-    for line, rest in zip(lines[::-1], ("WARNING alarm: ess", "INFO sync: 100% of the weights")):
+    for line, rest in zip(
+        lines[::-1], ("WARNING alarm: ess", "INFO sync: 100% of the weights"), strict=False
+    ):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d " + rest, line)
 
 
