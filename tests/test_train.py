@@ -74,7 +74,7 @@ def answer(
     )
 
 
-class Part:
+class TrainPart:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
         self.log = log
@@ -88,7 +88,7 @@ class Part:
     def close(self) -> None:
         self.log.append(f"{self.name} closed")
 
-    def __enter__(self) -> "Part":
+    def __enter__(self) -> "TrainPart":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -111,7 +111,7 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(
         monkeypatch.setattr(
             train,
             name,
-            lambda *_, part=part, **__: Part(part, log),
+            lambda *_, part=part, **__: TrainPart(part, log),
         )
     for name in ("Model", "LearnerState", "Saver"):
         monkeypatch.setattr(train, name, mock.MagicMock())
@@ -197,7 +197,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
     driver: Any = SimpleNamespace(
         recorder=recorder(),
         evaluate=lambda: {"at": 0},
-        syncing=lambda: Part("awake", log),
+        syncing=lambda: TrainPart("awake", log),
         sampler=SimpleNamespace(last_sync={"pause_s": 0.1, "nbytes": 1}),
     )
     rank = learner()

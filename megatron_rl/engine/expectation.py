@@ -195,7 +195,7 @@ def _shape(
     )
 
 
-class Rows(NamedTuple):
+class RowShard(NamedTuple):
     """Output rows of one kind in a checkpoint, and this rank's part of them."""
 
     rows: int
@@ -205,7 +205,7 @@ class Rows(NamedTuple):
 
 def _parts(
     name: str, layer: Any, fused_names: dict[str, list[str]]
-) -> list[tuple[str, list[Rows]]]:
+) -> list[tuple[str, list[RowShard]]]:
     """Return the checkpoint's layers behind one engine layer, with the kinds of rows of each."""
     parent, _, last = name.rpartition(".")
     kinds = _rows(layer)
@@ -219,20 +219,20 @@ def _parts(
     return [(f"{parent}.{part}", [kind]) for part, kind in zip(parts, kinds, strict=True)]
 
 
-def _rows(layer: Any) -> list[Rows]:
+def _rows(layer: Any) -> list[RowShard]:
     if isinstance(layer, QKVParallelLinear):
         kv_rank = layer.tp_rank // layer.num_kv_head_replicas
-        query = Rows(
+        query = RowShard(
             layer.total_num_heads * layer.head_size,
             layer.tp_rank,
             layer.num_heads * layer.head_size,
         )
         of_key = [
-            Rows(layer.total_num_kv_heads * size, kv_rank, layer.num_kv_heads * size)
+            RowShard(layer.total_num_kv_heads * size, kv_rank, layer.num_kv_heads * size)
             for size in (layer.head_size, layer.v_head_size)
         ]
         return [
-            Rows(
+            RowShard(
                 kind.rows,
                 kind.first * kind.length,
                 kind.length,
@@ -242,13 +242,13 @@ def _rows(layer: Any) -> list[Rows]:
     if isinstance(layer, ColumnParallelLinear):
         sizes = getattr(layer, "output_sizes", [layer.output_size])
         return [
-            Rows(rows, layer.tp_rank * (rows // layer.tp_size), rows // layer.tp_size)
+            RowShard(rows, layer.tp_rank * (rows // layer.tp_size), rows // layer.tp_size)
             for rows in sizes
         ]
-    return [Rows(layer.output_size, 0, layer.output_size)]
+    return [RowShard(layer.output_size, 0, layer.output_size)]
 
 
-def _one_after_the_other(kinds: list[Rows]) -> Runs:
+def _one_after_the_other(kinds: list[RowShard]) -> Runs:
     starts = accumulate((kind.rows for kind in kinds), initial=0)
     return tuple(
         (start + kind.first, kind.length) for start, kind in zip(starts, kinds, strict=False)

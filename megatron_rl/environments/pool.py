@@ -56,7 +56,7 @@ class _About(msgspec.Struct):
     error: str | None = None
 
 
-class _Reply(msgspec.Struct):
+class _EnvironmentReply(msgspec.Struct):
     id: int
     value: Any = None
     error: str | None = None
@@ -121,7 +121,7 @@ class EnvironmentProcess:
             self._writer.write(LENGTH.pack(len(frame)) + frame)
             async with asyncio.timeout(seconds + GRACE_S):
                 await self._writer.drain()
-                reply = msgspec.convert(await receive(self._reader), _Reply)
+                reply = msgspec.convert(await receive(self._reader), _EnvironmentReply)
             if reply.id != number:
                 raise msgspec.DecodeError("concurrent request")
             if reply.error is None:

@@ -55,7 +55,7 @@ DIED = Score(0.0, Verdict.error, "the reward worker died")
 GARBLED = Score(0.0, Verdict.error, "the reward worker's channel held something else than a score")
 
 
-class _Reply(msgspec.Struct):
+class _ScoreReply(msgspec.Struct):
     """A reward runs in the worker, and may write what it likes into its channel."""
 
     id: int
@@ -231,7 +231,7 @@ class _Worker:
             channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
                 reply = msgspec.convert(
-                    channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply
+                    channel.receive(self._config.timeout_s, LARGEST_REPLY), _ScoreReply
                 )
                 heartbeat.mark()
                 if reply.id != number:

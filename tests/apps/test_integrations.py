@@ -90,7 +90,7 @@ def test_trl() -> None:
         "tools": [f"{HERE}:double"],
         "reward": f"{HERE}:closeness",
     }
-    played = Played("trl:Environment", row, **settings)
+    played = Played("trl:TRLEnvironment", row, **settings)
     assert played.messages == [{"role": "user", "content": "Count. Goal: 5."}]
     assert [one["function"]["name"] for one in played.tools] == ["double", "add"]
     parameters = played.tools[1]["function"]["parameters"]
@@ -127,7 +127,10 @@ class Instance:
 def test_openrlhf() -> None:
     row = {"prompt": "12 + 30?", "label": "42"}
     played = Played(
-        "openrlhf:Environment", row, target=f"{HERE}:Instance", feedback=r"Human: (.*?)\s*</s>"
+        "openrlhf:OpenRLHFEnvironment",
+        row,
+        target=f"{HERE}:Instance",
+        feedback=r"Human: (.*?)\s*</s>",
     )
     assert played.messages == [{"role": "user", "content": "12 + 30?"}]
     assert played.say("41")["messages"] == [{"role": "user", "content": "[8] No."}]
@@ -179,7 +182,7 @@ def test_verl(instance: str, said: str, reward: float) -> None:
         "extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"truth": "42"}}}},
     }
     tools = [{"class_name": f"{HERE}.Check", "config": {"type": "native"}}]
-    played = Played("verl:Environment", row, tools=tools, instance=instance, rewarded=True)
+    played = Played("verl:VerlEnvironment", row, tools=tools, instance=instance, rewarded=True)
     assert played.tools == [SCHEMA]
     assert played.call("check", answer="41") == "i0 False"
     assert played.call("check", answer="42") == said
@@ -218,7 +221,7 @@ class Text:
 def test_skyrl() -> None:
     row = {"prompt": "12 + 30?", "reward_spec": {"ground_truth": "42"}}
     settings = {"env_config": {"k": 1}, "extras": {"max_turns": 2}}
-    played = Played("skyrl:Environment", row, target=f"{HERE}:Text", **settings)
+    played = Played("skyrl:SkyRLEnvironment", row, target=f"{HERE}:Text", **settings)
     assert [one["role"] for one in played.messages] == ["system", "user"]
     assert played.say("41")["messages"] == [{"role": "user", "content": "Again."}]
     step = played.say("42")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
-from live_engine import Case, answers, attempt, model_of
+from live_engine import EngineCase, answers, attempt, model_of
 from update_cases import run_layerwise
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -76,7 +76,7 @@ CHECKED: dict[str, Any] = {
 class Sender:
     """Sends like VllmPush on rank 0, over its relay, with one fault on the way."""
 
-    def __init__(self, case: Case, engine: Engine) -> None:
+    def __init__(self, case: EngineCase, engine: Engine) -> None:
         self.case, self.engine, self.relay = case, engine, Relay(self)
 
     # SamplerClient
@@ -132,7 +132,7 @@ class Sender:
 FAULTS = ("unannounced", "stale", "flipped byte", "lost chunk", "sent twice", "abandoned")
 
 
-def run_checked(case: Case) -> dict[str, Any]:
+def run_checked(case: EngineCase) -> dict[str, Any]:
     """Faults on an INT8 engine, and what they leave."""
     engine = case.start("live", **CHECKED)
     sender = Sender(case, engine)

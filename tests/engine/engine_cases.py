@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from checked_cases import run_checked
 from in_flight_cases import run_in_flight
-from live_engine import Case
+from live_engine import EngineCase
 from trainer_cases import run_trainer
 from update_cases import run_cache, run_case
 
@@ -22,18 +22,18 @@ def main() -> None:
     out = Path(sys.argv[1])
     runs = {
         "qwen3_moe": lambda: run_case(
-            Case("qwen3_moe", Format.int8, out / "qwen3_moe"),
+            EngineCase("qwen3_moe", Format.int8, out / "qwen3_moe"),
             "model.layers.1.mlp.experts.2.down_proj.weight",
         ),
         "mixtral": lambda: run_case(
-            Case("mixtral", Format.none, out / "mixtral"),
+            EngineCase("mixtral", Format.none, out / "mixtral"),
             "model.layers.0.block_sparse_moe.experts.3.w1.weight",
         ),
-        "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
+        "checked": lambda: run_checked(EngineCase("qwen3", Format.int8, out / "checked")),
         "trainer": run_trainer,
-        "in_flight": lambda: run_in_flight(Case("qwen3", Format.none, out / "in_flight")),
+        "in_flight": lambda: run_in_flight(EngineCase("qwen3", Format.none, out / "in_flight")),
         "cache": lambda: run_cache(
-            Case(
+            EngineCase(
                 "qwen3",
                 Format.none,
                 out / "cache",

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from live_engine import Case, attempt, begin
+from live_engine import EngineCase, attempt, begin
 from tiny_engine import PROMPTS
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig
@@ -43,7 +43,7 @@ def answers_to(engine: Engine, numbers: list[int]) -> list[Answer]:
     return [found[number] for number in numbers]
 
 
-def write(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def write(case: EngineCase, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     case.version += 1
     transport.remove_version(case.folder, case.version)
     transport.write_version(
@@ -59,7 +59,9 @@ def finish(engine: Engine) -> None:
     engine.finish_weight_update()
 
 
-def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor]) -> list[Answer]:
+def update_between(
+    case: EngineCase, engine: Engine, tensors: dict[str, torch.Tensor]
+) -> list[Answer]:
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
         assert engine.samples.step() == []
@@ -69,7 +71,7 @@ def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor])
     return answers_to(engine, numbers)
 
 
-def run_in_flight(case: Case) -> dict[str, Any]:
+def run_in_flight(case: EngineCase) -> dict[str, Any]:
     engine = case.start("live")
     found = {"said": [case.update(engine, case.tensors(1))]}
     found["alone"] = answers_to(engine, begin(engine, TOKENS))
@@ -84,7 +86,7 @@ def run_in_flight(case: Case) -> dict[str, Any]:
     return found | {"ahead": run_ahead(case)}
 
 
-def run_ahead(case: Case) -> list[list[Answer]]:
+def run_ahead(case: EngineCase) -> list[list[Answer]]:
     """A scheduler that works ahead, as on GPUs: a step may only have been begun, and one is under
     way at an update.
     """
@@ -99,7 +101,7 @@ def run_ahead(case: Case) -> list[list[Answer]]:
     return found
 
 
-def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
+def run_refused(case: EngineCase, engine: Engine) -> dict[str, Any]:
     """Refuse an update without its last tensor in mid-answer; open samples go on unchanged."""
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
@@ -142,7 +144,7 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def reference(case: Case, seed: int, answers: list[Answer]) -> list[list[float]]:
+def reference(case: EngineCase, seed: int, answers: list[Answer]) -> list[list[float]]:
     """The logprob of every token by transformers, in float32."""
     folder = case.folder / f"transformers {seed}"
     if not folder.exists():

@@ -63,7 +63,7 @@ class Alone:
         pass
 
 
-class Case:
+class EngineCase:
     """Model in one format: its weights by seed, its engine, and the versions that reach it."""
 
     def __init__(self, family: str, format: Format, folder: Path, **quantization: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.engine.service import Service
 
 
-class Line:
+class RecordingLine:
     def __init__(self) -> None:
         self.sent: list[list[dict[str, Any]]] = []
 
@@ -22,7 +22,7 @@ class Line:
         }
 
 
-class Engine:
+class RecordingEngine:
     """Engine that finishes samples in the second step after their arrival, last first; fails on
     request.
     """
@@ -81,10 +81,10 @@ def service() -> Service:
     return Service()
 
 
-def run(service: Service) -> Engine:
+def run(service: Service) -> RecordingEngine:
     """Until there is nothing left to do: `values` waits for that, and what follows ends it."""
-    engine = Engine()
-    last = Line()
+    engine = RecordingEngine()
+    last = RecordingLine()
     last.send = lambda frames: service.ask(last, [asked(0, "stop")])
     service.ask(last, [asked(0, "values")])
     thread = threading.Thread(target=service.run, args=[engine], daemon=True)
@@ -95,8 +95,8 @@ def run(service: Service) -> Engine:
 
 
 def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_together(service):
-    one = Line()
-    other = Line()
+    one = RecordingLine()
+    other = RecordingLine()
     service.ask(one, [sample(7, 1), sample(8, 1)])
     service.ask(other, [sample(7, 1), asked(9, "status")])
     engine = run(service)
@@ -107,8 +107,8 @@ def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_togeth
 
 
 def test_samples_of_a_closed_connection_are_cancelled(service):
-    one = Line()
-    other = Line()
+    one = RecordingLine()
+    other = RecordingLine()
     service.ask(one, [sample(7, 1)])
     service.ask(
         other,
@@ -128,7 +128,7 @@ def test_samples_of_a_closed_connection_are_cancelled(service):
     "a request that fails in an engine", "its sender gets the error; other requests complete"
 )
 def test_one_failure_spoils_no_neighbour(service):
-    line = Line()
+    line = RecordingLine()
     service.ask(
         line,
         [
@@ -144,7 +144,7 @@ def test_one_failure_spoils_no_neighbour(service):
 
 
 def test_what_has_to_wait_for_samples_does(service):
-    line = Line()
+    line = RecordingLine()
     service.ask(
         line,
         [

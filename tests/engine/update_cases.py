@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from live_engine import NUMBERS, Case, answers, attempt, model_of
+from live_engine import NUMBERS, EngineCase, answers, attempt, model_of
 from tiny_engine import PROMPTS
 from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -22,7 +22,7 @@ from megatron_rl.weight_sync.file_transport import version_directory
 LONG = Prompt(9, tuple(range(3, 37)), "", {})  # a block of the cache, and more
 
 
-def run_case(case: Case, victim: str) -> dict[str, Any]:
+def run_case(case: EngineCase, victim: str) -> dict[str, Any]:
     engine = case.start("live", keeps_experts=True, block_size=32)
     found = {}
     said = [case.update(engine, case.tensors(1))]
@@ -74,7 +74,7 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     return found
 
 
-def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
+def kept_routes(case: EngineCase, engine: Engine) -> dict[str, Any]:
     """Count tokens of samples that came with other experts than the engine chooses for
     the whole sequence.
     """
@@ -104,10 +104,10 @@ def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
     return {"answers": len(replies), "differ": differ, "read": read, "prefilled": prefilled}
 
 
-def transformers_routes(case: Case, sequences: list[list[int]]) -> list[Any]:
+def transformers_routes(case: EngineCase, sequences: list[list[int]]) -> list[Any]:
     """[sequence, token, layer, expert]: of the weights before they were quantized."""
     folder = case.folder / "transformers"
-    plain = Case(case.hf["model_type"], Format.none, case.folder / "plain")
+    plain = EngineCase(case.hf["model_type"], Format.none, case.folder / "plain")
     write_folder(folder, plain.tensors(1), case.hf)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
         reload.restore_checkpoint_layout = restore
 
 
-def change_files(case: Case) -> Callable[..., None]:
+def change_files(case: EngineCase) -> Callable[..., None]:
     """Every file of the version changes after it was accepted."""
 
     def load_changed(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
@@ -166,7 +166,7 @@ def drop(victim: str) -> Callable[..., None]:
     return load_without
 
 
-def run_cache(case: Case) -> dict[str, Any]:
+def run_cache(case: EngineCase) -> dict[str, Any]:
     """Scales of an FP8 cache reach the kernels, and change what they answer."""
     engine = case.start("live")
     found = {"said": [case.update(engine, case.tensors(1))]}

@@ -69,7 +69,7 @@ ERRORS = {Format.none: 0.0, Format.int8: 0.012, Format.fp8: 0.03, Format.fp8_blo
 
 
 @dataclass
-class Engine:
+class ReloadEngine:
     model: Any
     model_config: Any
     policy: Model
@@ -113,7 +113,7 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def engine(
     family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch
-) -> Iterator[Engine]:
+) -> Iterator[ReloadEngine]:
     torch._dynamo.config.disable = True  # its compiler asks the driver
     patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
     mocked_gpu.pretend(patch, mocked_gpu.H100)
@@ -143,7 +143,7 @@ def engine(
             record_metadata_for_reloading(model)
             DummyModelLoader(made.load_config).load_weights(model, made.model_config)
             process_weights_after_loading(model, made.model_config, HOST)
-        yield Engine(model, made.model_config, Model.of(hf, Layout()), format)
+        yield ReloadEngine(model, made.model_config, Model.of(hf, Layout()), format)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_weights_arrive_where_the_kernels_read_them(
         _compare(at, drawn, format)
 
 
-def _compare(at: Engine, drawn: dict[str, torch.Tensor], format: Format) -> None:
+def _compare(at: ReloadEngine, drawn: dict[str, torch.Tensor], format: Format) -> None:
     """Compare one layer's weights as its kernel would read them."""
     layer = at.model.model.layers[1].self_attn.o_proj
     weight = layer.weight.float()

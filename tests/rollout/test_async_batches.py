@@ -22,7 +22,7 @@ from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 LIMIT_S = 240.0
 
 
-class Source:
+class ScriptedSource:
     """Responses in a given order, after given delays, with the policy version at their start."""
 
     def __init__(self, seed: int = 0, dull: float = 0.3) -> None:
@@ -42,7 +42,9 @@ class Source:
 
 
 class Stream:
-    def __init__(self, source: Source, samples: int, chance: random.Random, dull: float) -> None:
+    def __init__(
+        self, source: ScriptedSource, samples: int, chance: random.Random, dull: float
+    ) -> None:
         self._source = source
         self._samples = samples
         self._chance = chance
@@ -86,7 +88,7 @@ def section(**keys: Any) -> RolloutSection:
 
 
 @contextmanager
-def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[AsyncBatches]:
+def ahead(source: ScriptedSource, last: int = 100, **keys: Any) -> Iterator[AsyncBatches]:
     rollout = section(**keys)
     gate = Gate(source, rollout)
     batches = AsyncBatches(
@@ -104,7 +106,7 @@ def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[AsyncBatches
         batches.join()
 
 
-def begin_and_hold(source: Source, batches: AsyncBatches) -> None:
+def begin_and_hold(source: ScriptedSource, batches: AsyncBatches) -> None:
     """Step 3's batch is being answered, and not finished before `holds` is cleared."""
     batches.take(1)
     batches.take(2)
@@ -124,7 +126,7 @@ def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> No
     )
     dull = chance.choice([0.1, 0.5, 0.9, 1.0])
     found = []
-    for source in (Source(seed, dull), Whole(seed, dull)):
+    for source in (ScriptedSource(seed, dull), Whole(seed, dull)):
         one = collector(source, source, rollout)
         steps = [one.collect(step) for step in range(1, 4)]
         for step in steps:
@@ -138,7 +140,7 @@ def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> No
     assert found[0] == found[1]
 
 
-class Whole(Source):
+class Whole(ScriptedSource):
     def stream(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
         return WholeRounds(self, params.samples, self._random, self._dull)
 
@@ -155,7 +157,7 @@ class WholeRounds(Stream):
 def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
     most: int, in_flight: InFlight
 ) -> None:
-    source = Source(most)
+    source = ScriptedSource(most)
     chance = random.Random(most)
     with ahead(source, last=30, max_staleness=most, in_flight=in_flight) as batches:
         drawn_to = 0
@@ -179,7 +181,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
 
 
 def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
-    source = Source(dull=0)
+    source = ScriptedSource(dull=0)
     with ahead(source, max_staleness=3) as batches:
         batches.take(1)
         # of steps 1 to 4: version 0 is 3 steps older there
@@ -195,7 +197,7 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
 
 
 def test_an_update_waits_for_what_is_being_written_and_refills_wait_for_the_update() -> None:
-    source = Source(dull=0.6)
+    source = ScriptedSource(dull=0.6)
     with ahead(source, in_flight=InFlight.drain) as batches:
         begin_and_hold(source, batches)
         updated = threading.Event()
@@ -220,7 +222,7 @@ def test_an_update_waits_for_what_is_being_written_and_refills_wait_for_the_upda
 
 
 def test_what_goes_wrong_in_the_background_is_raised_in_front() -> None:
-    source = Source()
+    source = ScriptedSource()
     with ahead(source) as batches:
         batches.take(1)
         wait_for(lambda: len(batches._ready) == 1)
@@ -232,7 +234,7 @@ def test_what_goes_wrong_in_the_background_is_raised_in_front() -> None:
 
 
 def test_stopping_gives_up_what_is_being_collected() -> None:
-    source = Source()
+    source = ScriptedSource()
     with ahead(source) as batches:
         begin_and_hold(source, batches)
         batches.stop()

@@ -36,7 +36,7 @@ from megatron_rl.weight_sync.transports import Push
 pytestmark = pytest.mark.engine
 
 
-class Run(Live):
+class TransportRun(Live):
     push: Push
     version = -1
 
@@ -62,7 +62,7 @@ def shape_of(model: TinyModel) -> ModelShape:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransportRun]:
     import gloo_receiver  # imports vLLM, which takes seconds: not at test collection
 
     from megatron_rl.weight_sync import vllm_push
@@ -87,7 +87,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         settings, model.folder, tmp_path, worker_extension="gloo_receiver.GlooExtension"
     )
     with forking(), sampler:
-        made = Run(sampler, model, Format.none, tmp_path)
+        made = TransportRun(sampler, model, Format.none, tmp_path)
         made.push = vllm_push.VllmPush(
             source, sampler, SyncSection(transport=Transport.nccl), settings.sampler
         )
@@ -101,7 +101,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.mark.fault(
     "an engine of a group of NCCL is lost", "the next update ends the run, and names the engine"
 )
-def test_two_engines_take_what_is_broadcast(run: Run) -> None:
+def test_two_engines_take_what_is_broadcast(run: TransportRun) -> None:
     assert run.update(1) is None
     assert served_by_each(run) == [0, 0]
     first = run.rollouts()

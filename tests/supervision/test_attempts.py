@@ -19,7 +19,7 @@ def _no_pause(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "PAUSE_S", 0.0)
 
 
-class Run:
+class AttemptsRun:
     """Each start comes so far, keeps that, and ends so."""
 
     def __init__(self, folder: Path, *ends: tuple[int, str, int]) -> None:
@@ -76,14 +76,14 @@ class Run:
 def test_how_often_a_run_is_started(
     tmp_path: Path, ends: list, count: int, status: int, starts: int
 ) -> None:
-    run = Run(tmp_path, *ends)
+    run = AttemptsRun(tmp_path, *ends)
     assert run.go(count) == status
     assert len(run.modes) == starts
     assert run.modes == [IfExists.refuse, *[IfExists.resume] * (starts - 1)]
 
 
 def test_a_resumed_run_has_come_as_far_as_it_had(tmp_path: Path) -> None:
-    run = Run(tmp_path, *[(5, "failed", 1)] * 4)
+    run = AttemptsRun(tmp_path, *[(5, "failed", 1)] * 4)
     run.start(run.config)
     run.config = replace(run.config, run=replace(run.config.run, if_exists=IfExists.resume))
     assert run.go(9) == 1

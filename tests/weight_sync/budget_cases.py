@@ -75,7 +75,7 @@ def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
     )
 
 
-class Case:
+class BudgetCase:
     def __init__(self, folder: Path, format: Format, size: tuple[int, int] | None = None) -> None:
         folder.mkdir()
         self.live = make_live(folder, format, tied=True)
@@ -163,7 +163,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     found = {}
     for format in (Format.int8, Format.fp8):
-        case = Case(out / format.value, format)
+        case = BudgetCase(out / format.value, format)
         with closing(case.live.sampler):
             answers = case.answers()
         for forward in Forward if format == Format.int8 else (Forward.bf16,):
@@ -172,7 +172,7 @@ def main() -> None:
                     fault: probed(learner, batch, format) for fault, batch in answers.items()
                 }
         for size, factors in OUTLIERS.items():
-            case = Case(out / f"{format.value}_{size[0]}", format, size)
+            case = BudgetCase(out / f"{format.value}_{size[0]}", format, size)
             with closing(case.live.sampler):
                 outlying = {factor: case.outlying(factor) for factor in factors}
             for factor, (folder, answers) in outlying.items():

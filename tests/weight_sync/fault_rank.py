@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from push_rank import Receiver, Weights, error_of, join_pair, sync_of
+from push_rank import RankWeights, Receiver, error_of, join_pair, sync_of
 
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
@@ -64,7 +64,7 @@ def full_disk(folder: Path) -> None:
     receiver = Receiver()
     filler = folder / "filler"
     errors = []
-    sync = sync_of(Weights(0, 1), receiver, folder)
+    sync = sync_of(RankWeights(0, 1), receiver, folder)
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:

@@ -36,7 +36,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"  # row-parallel: its scale needs bo
 SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
-class Weights:
+class RankWeights:
     def __init__(self, rank: int, tp: int) -> None:
         place = Place(tp=rank, etp=rank)
         self.model = Model.of(HF_CONFIG, Layout(tp=tp))
@@ -98,7 +98,7 @@ class Receiver:
 
 
 def sync_of(
-    learner: Weights,
+    learner: RankWeights,
     receiver: Receiver | None,
     folder: Path,
     format: Format = Format.int8,
@@ -118,12 +118,12 @@ def meet(rank: int, rendezvous: str) -> None:
     )
 
 
-def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Receiver]:
+def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, RankWeights, Receiver]:
     """Become one of two tensor-parallel ranks that send INT8; the receiver is rank 0's sampler."""
     meet(rank, rendezvous)
     buckets.BUCKET_BYTES = 1 << 20  # several of them
     receiver = Receiver()
-    learner = Weights(rank, 2)
+    learner = RankWeights(rank, 2)
     return sync_of(learner, receiver if rank == 0 else None, Path(folder)), learner, receiver
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from push_rank import HF_CONFIG, NAME, SHARD, Receiver, Weights, sync_of
+from push_rank import HF_CONFIG, NAME, SHARD, RankWeights, Receiver, sync_of
 from simulated import assert_same_bits, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Format
@@ -21,7 +21,7 @@ class Training:
 
     def __init__(self, folder: Path, format: Format = Format.int8) -> None:
         self.receiver = Receiver()
-        self.weights = Weights(0, 1)
+        self.weights = RankWeights(0, 1)
         self.sync = sync_of(self.weights, self.receiver, folder, format, full_every=4)
 
     def push(self, version: int):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import NAME, Receiver, Weights, sync_of
+from push_rank import NAME, RankWeights, Receiver, sync_of
 from spawned import run_ranks
 
 from megatron_rl.config.schema import Format
@@ -71,7 +71,7 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     monkeypatch.setattr(SyncDir, "require_free", lambda _, nbytes: room.append(nbytes))
     formats = [Format.int8, Format.none, Format.int8]
     client = Fleet()
-    sync = sync_of(Weights(0, 1), client, tmp_path, engines=3, formats=formats)
+    sync = sync_of(RankWeights(0, 1), client, tmp_path, engines=3, formats=formats)
     report = sync.push(1)
     found = client.manifests()
     assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import SHARD, Receiver, Weights, sync_of
+from push_rank import SHARD, RankWeights, Receiver, sync_of
 from versions import flip
 
 from megatron_rl.config.schema import Format
@@ -56,7 +56,7 @@ class Unlucky(Receiver):
 
 def embedded(folder: Path, **settings: Any) -> tuple[Unlucky, WeightSync]:
     receiver = Unlucky()
-    return receiver, sync_of(Weights(0, 1), receiver, folder, **settings)
+    return receiver, sync_of(RankWeights(0, 1), receiver, folder, **settings)
 
 
 @pytest.mark.fault(

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from step import SHAPES, Workload
+from step import SHAPES, StepWorkload
 from torch import Tensor
 
 from megatron_rl.learner.learner import Learner  # patches CPU operators before megatron is imported
@@ -41,7 +41,7 @@ LONG_PROMPT = 200
 PROMPT = 8
 
 
-def make_learner(work: Workload, budget: int) -> Learner:
+def make_learner(work: StepWorkload, budget: int) -> Learner:
     shape = {
         "model_type": "qwen3",
         "vocab_size": work.vocab,

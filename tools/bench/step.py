@@ -63,7 +63,7 @@ PHASES = ("rollout", "prox", "correction", "update", "sync", "other")
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     hidden: int
     layers: int
     heads: int
@@ -100,13 +100,13 @@ class Workload:
 
 
 SHAPES = {
-    "toy": Workload(128, 4, 4, 2, 32, 384, 64, prompts=16, samples=8),
-    "large": Workload(640, 12, 10, 2, 64, 2560, 5120, prompts=8, samples=8),
+    "toy": StepWorkload(128, 4, 4, 2, 32, 384, 64, prompts=16, samples=8),
+    "large": StepWorkload(640, 12, 10, 2, 64, 2560, 5120, prompts=8, samples=8),
 }
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Precision of the learner, and how many engines sample."""
 
     ranks: int
@@ -136,7 +136,7 @@ class Machine:
         )
 
 
-def floors(work: Workload, machine: Machine, sent_bytes: float) -> dict[str, float]:
+def floors(work: StepWorkload, machine: Machine, sent_bytes: float) -> dict[str, float]:
     """Seconds by phase. The last token of a response is sampled, and not read by the sampler."""
     forward = 2 * work.layer_weights * work.tokens + 2 * work.head_weights * work.responses
     sampled = 2 * work.layer_weights * (work.tokens - work.answers) / machine.int8
@@ -157,7 +157,7 @@ def best(work: Callable[[], object], times: int = 7) -> float:
     return min(found)
 
 
-def write_model(folder: Path, work: Workload) -> Path:
+def write_model(folder: Path, work: StepWorkload) -> Path:
     """Random weights, and a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -199,7 +199,7 @@ def write_model(folder: Path, work: Workload) -> Path:
     return folder
 
 
-def texts(work: Workload) -> list[str]:
+def texts(work: StepWorkload) -> list[str]:
     """Four steps' prompts: both sides go round."""
     count = 4 * work.prompts
     size = work.vocab
@@ -213,7 +213,7 @@ def texts(work: Workload) -> list[str]:
 
 
 def recipe(
-    work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8"
+    work: StepWorkload, folder: Path, model: Path, layout: StepLayout, format: str = "int8"
 ) -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
@@ -328,7 +328,7 @@ class Side:
 
 @contextmanager
 def ours(
-    work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8"
+    work: StepWorkload, folder: Path, model: Path, layout: StepLayout, format: str = "int8"
 ) -> Iterator[tuple[Side, RunDir]]:
     config = from_mapping(recipe(work, folder, model, layout, format))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
@@ -379,7 +379,7 @@ def install_trl() -> None:
     subprocess.run(command, check=True)
 
 
-def start_trl(work: Workload, folder: Path, model: Path, precision: str, threads: int) -> Side:
+def start_trl(work: StepWorkload, folder: Path, model: Path, precision: str, threads: int) -> Side:
     asked = {
         "folder": str(folder / precision),
         "model": str(model),
@@ -408,7 +408,7 @@ def start_trl(work: Workload, folder: Path, model: Path, precision: str, threads
     return Side(process, log)
 
 
-def fastest_trl(work: Workload, folder: Path, model: Path, threads: int) -> tuple[str, Side]:
+def fastest_trl(work: StepWorkload, folder: Path, model: Path, threads: int) -> tuple[str, Side]:
     """The others end."""
     sides = {
         precision: start_trl(work, folder, model, precision, threads) for precision in PRECISIONS
@@ -427,7 +427,7 @@ def fastest_trl(work: Workload, folder: Path, model: Path, threads: int) -> tupl
     return fastest, sides[fastest]
 
 
-def measure(work: Workload, layout: Layout, rounds: int, machine: Machine) -> None:
+def measure(work: StepWorkload, layout: StepLayout, rounds: int, machine: Machine) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as name:
         folder = Path(name)
         model = write_model(folder / "model", work)
@@ -455,7 +455,7 @@ def measure(work: Workload, layout: Layout, rounds: int, machine: Machine) -> No
 
 
 def report(
-    work: Workload,
+    work: StepWorkload,
     machine: Machine,
     precision: str,
     lines: list[dict[str, float]],
@@ -516,7 +516,7 @@ def main() -> None:
     if options.rank_of:
         be_rank(options.rank_of)
         return
-    layout = Layout(options.ranks, options.tensor_parallel, options.engines, options.precision)
+    layout = StepLayout(options.ranks, options.tensor_parallel, options.engines, options.precision)
     install_trl()
     machine = Machine.measured()
     products = f"BF16 {machine.bf16 / 1e9:.0f}, INT8 {machine.int8 / 1e9:.0f} GFLOP/s"

@@ -33,7 +33,7 @@ class IncompletePiece(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class BundlePart:
     """A range of bytes of one file."""
 
     path: str
@@ -47,10 +47,10 @@ def is_code(path: Path) -> bool:
     return ".so" in path.name or path.parent.name == "bin"
 
 
-def plan_blocks(folder: Path) -> list[list[Part]]:
+def plan_blocks(folder: Path) -> list[list[BundlePart]]:
     """Parts of every file by block, in the order of paths, machine code apart from the rest."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    blocks: list[list[Part]] = []
+    blocks: list[list[BundlePart]] = []
     for code in (True, False):
         room = 0
         parts = [part for path in files if is_code(path) == code for part in cut(folder, path)]
@@ -63,13 +63,13 @@ def plan_blocks(folder: Path) -> list[list[Part]]:
     return blocks
 
 
-def cut(folder: Path, path: Path) -> Iterator[Part]:
+def cut(folder: Path, path: Path) -> Iterator[BundlePart]:
     """Parts of a file, of a block at most; one of an empty file."""
     status = path.stat()
     size = status.st_size
     name = str(path.relative_to(folder))
     for offset in range(0, max(1, size), BLOCK):
-        yield Part(
+        yield BundlePart(
             name,
             status.st_mode & 0o777,
             size,
@@ -78,7 +78,7 @@ def cut(folder: Path, path: Path) -> Iterator[Part]:
         )
 
 
-def compress(folder: Path, block: list[Part], preset: int, target: Path) -> dict[str, Any]:
+def compress(folder: Path, block: list[BundlePart], preset: int, target: Path) -> dict[str, Any]:
     """Write a block and return its entry in a piece's first line."""
     content = bytearray()
     for part in block:
@@ -168,7 +168,7 @@ def expand(folder: Path, piece: Path, begin: int, block: dict[str, Any]) -> int:
         raise IncompletePiece(f"{piece}: not what was packed; transfer it again")
     begin = 0
     for fields in block["files"]:
-        part = Part(**fields)
+        part = BundlePart(**fields)
         write(
             folder / part.path,
             part,
@@ -178,7 +178,7 @@ def expand(folder: Path, piece: Path, begin: int, block: dict[str, Any]) -> int:
     return len(content)
 
 
-def write(path: Path, part: Part, content: memoryview) -> None:
+def write(path: Path, part: BundlePart, content: memoryview) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_CREAT | os.O_RDWR, part.mode)
     try:

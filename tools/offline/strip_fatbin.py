@@ -43,7 +43,7 @@ class BrokenFile(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FatbinEntry:
     kind: int
     arch: int
     flags: int
@@ -58,7 +58,7 @@ class Bytes:
     symbols: int = 0
 
 
-def fat_binaries(data: mmap.mmap) -> list[list[Entry]]:
+def fat_binaries(data: mmap.mmap) -> list[list[FatbinEntry]]:
     """Entries of each fat binary whose walk ends exactly at its end."""
     found = []
     position = data.find(MAGIC)
@@ -75,7 +75,7 @@ def fat_binaries(data: mmap.mmap) -> list[list[Entry]]:
     return found
 
 
-def walk(data: mmap.mmap, position: int, end: int) -> list[Entry]:
+def walk(data: mmap.mmap, position: int, end: int) -> list[FatbinEntry]:
     """Entries between two positions; none where they do not fill the space."""
     entries = []
     while position < end:
@@ -90,12 +90,12 @@ def walk(data: mmap.mmap, position: int, end: int) -> list[Entry]:
             return []
         if not 20 <= arch <= 200:
             return []
-        entries.append(Entry(kind, arch, flags, begin, size))
+        entries.append(FatbinEntry(kind, arch, flags, begin, size))
         position = begin + size
     return entries
 
 
-def wanted(entries: list[Entry], arch: int) -> list[Entry]:
+def wanted(entries: list[FatbinEntry], arch: int) -> list[FatbinEntry]:
     """Entries that a GPU of this architecture would use; none for architecture 0."""
     code = [entry for entry in entries if entry.kind == ELF and entry.arch == arch]
     if code or not arch:
@@ -106,7 +106,7 @@ def wanted(entries: list[Entry], arch: int) -> list[Entry]:
     return sorted(texts, key=lambda entry: (entry.arch, entry.begin))[-1:]
 
 
-def unwanted(binaries: list[list[Entry]], arch: int) -> set[Entry]:
+def unwanted(binaries: list[list[FatbinEntry]], arch: int) -> set[FatbinEntry]:
     found = set()
     for entries in binaries:
         found |= set(entries) - set(wanted(entries, arch))
@@ -159,7 +159,9 @@ def strip(path: Path, arch: int) -> Bytes:
     return Bytes(code - gone, gone, sum(length for _, length in symbols))
 
 
-def write(path: Path, data: mmap.mmap, zeros: list[Range], binaries: list[list[Entry]]) -> None:
+def write(
+    path: Path, data: mmap.mmap, zeros: list[Range], binaries: list[list[FatbinEntry]]
+) -> None:
     new = path.with_name(f"{path.name}.stripped")
     with open(new, "wb") as target:
         for begin, end in kept_ranges(zeros, len(data)):
@@ -187,7 +189,7 @@ def check(
     new: Path,
     before: mmap.mmap,
     zeros: list[Range],
-    binaries: list[list[Entry]],
+    binaries: list[list[FatbinEntry]],
 ) -> None:
     """Compare what was written with the original: the same entries, nothing else changed."""
     with (

@@ -13,7 +13,7 @@ from megatron_rl.environments.environment import Answer, Step, as_messages
 from megatron_rl.rewards.functions import for_metrics, imported
 
 
-class Environment:
+class OpenRLHFEnvironment:
     """A conversation with an AgentInstance. `label`: the column of the row that is its label."""
 
     def __init__(self, target: str, label: str = "label", feedback: str | None = None) -> None:

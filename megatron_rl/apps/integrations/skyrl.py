@@ -10,7 +10,7 @@ from megatron_rl.environments.environment import Answer, Step, as_messages
 from megatron_rl.rewards.functions import for_metrics, imported
 
 
-class Environment:
+class SkyRLEnvironment:
     """A conversation with a BaseTextEnv: `target: module:Class`, or `id`, the name it is registered
     by in skyrl_gym.
 

@@ -18,7 +18,7 @@ from megatron_rl.rewards.functions import imported
 NO_TOOLS = ("reset", "get_reward")
 
 
-class Environment:
+class TRLEnvironment:
     """A conversation with TRL's tools. `target`: an `environment_factory`; `tools`: functions."""
 
     def __init__(

@@ -13,7 +13,7 @@ from megatron_rl.environments.environment import Answer, Step
 from megatron_rl.rewards.functions import for_metrics, imported
 
 
-class Environment:
+class VerlEnvironment:
     """A conversation with verl's tools, given as in a tool_config_path (class_name, config)."""
 
     def __init__(

@@ -20,7 +20,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """A step with the sampler in one format."""
 
     name: str
@@ -44,13 +44,13 @@ def describe(base: Case) -> str:
     return "\n".join([title, "", *table(head, cells), "", assumed, *notes])
 
 
-def rows(base: Case) -> tuple[list[Row], dict[str, str]]:
+def rows(base: Case) -> tuple[list[FormatRow], dict[str, str]]:
     """Return a row for each format that the GPU runs, and the reasons against the others."""
     if base.machine.gpu is None:
         raise ConfigError(
             "--precision: for GPUs of a known kind; name a machine, such as --on 1x8xH100-80"
         )
-    found: list[Row] = []
+    found: list[FormatRow] = []
     refused = {}
     for name in NAMES:
         case = _with(base, name)
@@ -60,7 +60,7 @@ def rows(base: Case) -> tuple[list[Row], dict[str, str]]:
         time = step_time(case)
         seconds = {phase: getattr(time, phase) for phase in PHASES}
         ratio = time.step / found[0].step if found else 1.0
-        found.append(Row(name, seconds, time.quantize, time.step, ratio))
+        found.append(FormatRow(name, seconds, time.quantize, time.step, ratio))
     return found, refused
 
 

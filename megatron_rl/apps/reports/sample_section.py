@@ -22,7 +22,7 @@ FULL = 0.5  # nats at which a colour is full
 Answer = dict[str, Any]
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     text: str
     background: str = ""
     title: str = ""
@@ -98,14 +98,14 @@ def _differences(row: Mapping[str, Any]) -> list[float]:
     return list(d)
 
 
-def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[Span]:
+def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[TokenSpan]:
     """Tokens of a response; of a long one, its two ends."""
     for place, (piece, d) in enumerate(zip(pieces, differences, strict=True)):
         if HEAD <= place < len(pieces) - TAIL:
             if place == HEAD:
-                yield Span(f"\n... {len(pieces) - TAIL - HEAD:,} tokens ...\n", cut=True)
+                yield TokenSpan(f"\n... {len(pieces) - TAIL - HEAD:,} tokens ...\n", cut=True)
         elif math.isfinite(d):
             colour = "232,113,10" if d < 0 else "37,99,235"
-            yield Span(piece, f"rgba({colour},{min(1.0, abs(d) / FULL):.2f})", f"d {d:+.4f}")
+            yield TokenSpan(piece, f"rgba({colour},{min(1.0, abs(d) / FULL):.2f})", f"d {d:+.4f}")
         else:
-            yield Span(piece)
+            yield TokenSpan(piece)

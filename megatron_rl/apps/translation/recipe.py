@@ -13,7 +13,7 @@ from megatron_rl.apps.translation.derived import derive
 from megatron_rl.apps.translation.keys import TranslationError, Unset, printable
 from megatron_rl.apps.translation.layout import Accounts, Values
 from megatron_rl.apps.translation.settings import LEFT_OUT, last, some
-from megatron_rl.apps.translation.table import Row, Table, expected, projects, table
+from megatron_rl.apps.translation.table import KeyRow, Table, expected, projects, table
 from megatron_rl.apps.translation.translate import (
     correction_section,
     document,
@@ -140,14 +140,14 @@ def _values(rules: Table, flat: Mapping[str, Any], accounts: Accounts) -> Values
     return values
 
 
-def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
+def _counts(rules: Table, row: KeyRow, flat: Mapping[str, Any]) -> bool:
     if row.when_loss:
         name = next(one for one in rules.rows if "loss.name" in one.to)
         return bool(flat.get(name.theirs, name.default) == row.when_loss)
     return not (row.when and not flat.get(row.when)) and not (row.unless and flat.get(row.unless))
 
 
-def _set(values: Values, row: Row, name: str, value: Any) -> bool:
+def _set(values: Values, row: KeyRow, name: str, value: Any) -> bool:
     """Set the counterpart of a value of theirs; return False if it has none."""
     if value is None and None not in (row.words or ()):
         return True

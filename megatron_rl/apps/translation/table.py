@@ -25,7 +25,7 @@ FINE = (None, False, "", 0, "none", "null", "None", "disable", "disabled")
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     theirs: str
     to: tuple[str, ...] = ()
     default: Any = None
@@ -112,13 +112,13 @@ class Table:
     command: str = ""  # a pattern of the word that starts its training
     # in Python: whose arguments are settings -> their section
     calls: Mapping[str, str] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()  # none where the correction alone is read
+    rows: tuple[KeyRow, ...] = ()  # none where the correction alone is read
     # of ours: what that project does without a key for it
     always: Mapping[str, Any] = field(default_factory=dict)
     not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def by_name(self) -> dict[str, Row]:
+    def by_name(self) -> dict[str, KeyRow]:
         return {name: row for row in self.rows for name in row.names}
 
     def reason(self, path: str) -> str | None:
@@ -155,11 +155,11 @@ def projects() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if table(path.stem).rows)
 
 
-def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(keys: Mapping[str, Any]) -> Iterator[KeyRow]:
     for theirs, said in keys.items():
         fields = dict(said) if isinstance(said, Mapping) else {"to": said}
         for name in ("to", "fine", "former"):
             if name in fields:
                 given = fields[name]
                 fields[name] = tuple(given if isinstance(given, list) else [given])
-        yield Row(theirs, **fields)
+        yield KeyRow(theirs, **fields)

@@ -34,7 +34,7 @@ THEIRS = {
 }
 
 
-class Case:
+class MismatchCase:
     def __init__(self, folder: Path, format: Format, head: Precision = Precision.bf16) -> None:
         folder.mkdir()
         self.head = head
@@ -110,20 +110,20 @@ def main() -> None:
     out = Path(sys.argv[1])
     found = dict[str, Any]()
     for format in (Format.int8, Format.fp8):
-        case = Case(out / format.value, format)
+        case = MismatchCase(out / format.value, format)
         with closing(case.live.sampler):
             for forward in Forward:
                 with case.learner(forward) as learner:
                     found[f"{format} {forward}"] = case.compare(learner)
                     if (format, forward) == (Format.int8, Forward.bf16):
                         found["faults"] = case.faults(learner)
-    wide = Case(out / "wide", Format.none, Precision.fp32)
+    wide = MismatchCase(out / "wide", Format.none, Precision.fp32)
     with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
         found["fp32 logits"] = wide.compare(learner)
         wide.live.update(SEED + 1)
         wide.live.update(SEED)
         found["fp32 logits, again"] = wide.compare(learner)
-    bf16 = Case(out / "none", Format.none)
+    bf16 = MismatchCase(out / "none", Format.none)
     with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:
         found["bf16"] = bf16.compare(learner)
         found["transformers"] = bf16.beside_transformers()

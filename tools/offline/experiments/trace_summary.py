@@ -56,7 +56,7 @@ class Total:
 
 
 @dataclass
-class Kind:
+class EventKind:
     total: Total = field(default_factory=Total)
     by_name: dict[str, Total] = field(default_factory=lambda: defaultdict(Total))
 
@@ -110,7 +110,7 @@ def gpu_lines(path: Path, events: list[dict[str, Any]]) -> list[str]:
     kernels.sort(key=lambda event: event["ts"])
     if not kernels:
         return [f"{path.name}: no kernel in it"]
-    kinds: dict[str, Kind] = defaultdict(Kind)
+    kinds: dict[str, EventKind] = defaultdict(EventKind)
     gaps = []
     begin = kernels[0]["ts"]
     end = begin
