@@ -203,7 +203,7 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         mocked_gpu.pretend(patch, mocked_gpu.H100, count=ranks)
-        patch.setattr(model_module, "host", SimpleNamespace(ON_CPU=False))  # layers as on a GPU
+        patch.setattr(model_module, "cpu", SimpleNamespace(ON_CPU=False))  # layers as on a GPU
         patch.setattr(fake_quantized_module, "ROWS", 5)  # a layer's tokens in several blocks
         for number, family in enumerate(FAMILIES):
             format = list(Format)[number % len(Format)]
