@@ -2,16 +2,15 @@
 sentence exist. A few pages have tests of their own.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import reference_tables
 from helpers import small_recipes, typed
 
-from megatron_rl.cli import _parser
 from megatron_rl.data.toy import write_toy
 
 ROOT = Path(__file__).parents[1]
@@ -66,9 +65,13 @@ def test_blocks_are_of_one_language() -> None:
             ), f"{page}: {text[:60]}"
 
 
+def test_generated_pages_are_current() -> None:
+    for page, text in reference_tables.pages().items():
+        assert page.read_text() == text, f"{page}: python tools/reference_tables.py"
+
+
 def test_commands_in_sentences_exist() -> None:
-    actions = _parser()._actions
-    subcommands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
+    subcommands = reference_tables.subcommands()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     seen = 0
     for page in PAGES:

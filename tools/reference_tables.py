@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.apps.translation.table import projects, table
 from megatron_rl.cli import _parser
@@ -112,8 +113,7 @@ def cli() -> str:
         "",
         "Generated from the commands: `python tools/reference_tables.py`.",
     ]
-    actions = _parser()._actions
-    commands = next(one for one in actions if isinstance(one, argparse._SubParsersAction))
+    commands = subcommands()
     about = {one.dest: one.help for one in commands._choices_actions}
     for name, parser in commands.choices.items():
         usage = " ".join(
@@ -136,6 +136,12 @@ def cli() -> str:
                 words += f" {one.metavar or one.dest.upper()}"
             lines.append(f"- `{words}`: {parser._get_formatter()._expand_help(one)}")
     return "\n".join(lines) + "\n"
+
+
+def subcommands() -> Any:
+    """Return argparse's action that holds the commands of `megatron-rl`."""
+    actions = _parser()._actions
+    return next(one for one in actions if isinstance(one, argparse._SubParsersAction))
 
 
 def alarms() -> str:
