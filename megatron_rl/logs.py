@@ -16,8 +16,9 @@ class Formatter(logging.Formatter):
     """`2026-01-31 09:05:02 INFO sync: message`"""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(component)s: %(message)s")
-        self.default_msec_format = ""
+        super().__init__(
+            "%(asctime)s %(levelname)s %(component)s: %(message)s", "%Y-%m-%d %H:%M:%S"
+        )
 
     def format(self, record: logging.LogRecord) -> str:
         record.component = record.name.rpartition(".")[2]
@@ -54,7 +55,7 @@ def replace_handlers(handlers: list[logging.Handler]) -> list[logging.Handler]:
     before = root.handlers
     root.handlers = handlers
     root.propagate = False
-    root.setLevel(os.environ.get(LEVEL, LEVELS[1]).upper())
+    root.setLevel(os.environ.get(LEVEL, "info").upper())
     return before
 
 

@@ -265,10 +265,7 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
         if value is ANY:
             continue
         if removed.to:
-            *sections, name = removed.to.split(".")
-            there = config
-            for section in sections:
-                there = there.setdefault(section, {})
+            there, name = _section_of(config, removed.to)
             there[name] = removed.value(value, there.get(name))
         elif removed.default is not ANY and value != removed.default:
             refused.append(f"{key} is {value}: {removed.hint}")
@@ -285,21 +282,24 @@ def with_new_names(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Rename the deprecated keys of a file or the command line; log a warning for each."""
     config = copy.deepcopy(dict(given))
     for key, new in DEPRECATED.items():
-        value = _taken_out(config, key)
-        if value is ANY:
-            continue
-        _warn(f"{where}: {key} is now {new}; the next release refuses the old name")
-        *sections, name = new.split(".")
-        there = config
-        for section in sections:
-            there = there.setdefault(section, {})
-        there.setdefault(name, value)
+        if (value := _taken_out(config, key)) is not ANY:
+            _warn(f"{where}: {key} is now {new}; the next release refuses the old name")
+            there, name = _section_of(config, new)
+            there.setdefault(name, value)
     return config
 
 
 @cache
 def _warn(text: str) -> None:
     logger("config").warning(text)
+
+
+def _section_of(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section that holds a key, made if it is missing, and the key's name in it."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    return config, name
 
 
 def _taken_out(config: dict[str, Any], key: str) -> Any:

@@ -79,7 +79,7 @@ def objective(config: Config) -> list[tuple[str, str]]:
         ("weight", weight),
         ("optim", settings(config.optim, "lr")),
         ("eval", evaluated),
-        ("checkpoint", settings(config.checkpoint, "every", "minutes", "keep_last")),
+        ("checkpoint", settings(config.checkpoint, "every", "keep_last")),
     ]
 
 
