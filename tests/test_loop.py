@@ -12,16 +12,14 @@ from preloaded import said
 
 from megatron_rl.config.schema import Estimator, LossName
 from megatron_rl.data.toy import write_toy
+from megatron_rl.loss import table
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
 LOSSES = [name.value for name in LossName]
 # anchored to the sampler, a ratio and a weight exclude each other
-BYPASS_ONLY = {
-    "rollout_is",
-    "vespo",
-}
+BYPASS_ONLY = {name for name, loss in table.LOSSES.items() if loss.against_sampler}
 
 # rejects nothing; with renormalize it reads the proximal logprobs
 FAR = "[{level: token, stat: ratio, high: 1e8}]"

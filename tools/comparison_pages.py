@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rl.apps.comparison.comparison import Comparison
-from megatron_rl.apps.comparison.findings import TEST, summary
+from megatron_rl.apps.comparison.findings import summary
 from megatron_rl.config import ConfigError
 from megatron_rl.files import write_atomic
 from megatron_rl.tracking.metrics_file import NUMBERS
@@ -59,13 +59,7 @@ def with_blocks(text: str, comparison: Comparison, page: Path, figures: Path) ->
     figure = f"![{caption}]({os.path.relpath(figures, page.parent)}/{comparison.name}.svg)"
     blocks = {
         "table": _table(comparison),
-        "findings": "\n".join(
-            [
-                *(f"- {one}" for one in summary(comparison)),
-                "",
-                TEST,
-            ]
-        ),
+        "findings": "\n".join(f"- {one}" for one in summary(comparison)),
         "figure": figure.replace("(./", "("),
     }
     _check_blocks(text, comparison.name, page)

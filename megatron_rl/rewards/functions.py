@@ -144,36 +144,39 @@ def _file(where: str) -> ModuleType:
 
 
 def _called(name: str, function: Callable[..., Any]) -> Reward:
-    def as_ours(task: Task) -> Judgement:
-        return read(function(task.row, task.answer_key, task.response))
-
     try:
-        parameters = inspect.signature(function).parameters
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # a function that does not tell its signature
-        return as_ours
+        parameters = {}
+
+    def taken(given: dict[str, Any]) -> dict[str, Any]:
+        if any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            return given
+        return {name: value for name, value in given.items() if name in parameters}
+
     if "solution_str" in parameters:
-        return lambda task: read(function(**_taken(parameters, _as_verl(task))))
+        return lambda task: read(function(**taken(_as_verl(task))))
     if "completions" in parameters:
-        return lambda task: _first(function(**_taken(parameters, _as_trl(task))))
-    if "finish_reason" in parameters:
-        return lambda task: read(
-            function(task.row, task.answer_key, task.response, finish_reason=task.finish_reason)
-        )
-    try:
-        inspect.signature(function).bind({}, "answer", "response")
-    except TypeError as error:
-        raise LookupError(
-            f"{name!r} is called as (row, answer_key, response): {error}; verl's (data_source, "
-            "solution_str, ground_truth, extra_info) and TRL's (prompts, completions, **columns) "
-            "are known by these names"
-        ) from None
-    return as_ours
+        return lambda task: _first(function(**taken(_as_trl(task))))
+    if parameters:
+        try:
+            inspect.signature(function).bind(
+                {}, "answer", "response", **taken(_about(Task({}, "response")))
+            )
+        except TypeError as error:
+            raise LookupError(
+                f"{name!r} is called as (row, answer_key, response): {error}; verl's (data_source, "
+                "solution_str, ground_truth, extra_info) and TRL's (prompts, completions, "
+                "**columns) are known by these names"
+            ) from None
+    return lambda task: read(
+        function(task.row, task.answer_key, task.response, **taken(_about(task)))
+    )
 
 
-def _taken(parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    if any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+def _about(task: Task) -> dict[str, Any]:
+    """What any signature may take besides its own arguments."""
+    return {"finish_reason": task.finish_reason, "response_tokens": task.response_tokens}
 
 
 def _as_verl(task: Task) -> dict[str, Any]:
@@ -182,8 +185,8 @@ def _as_verl(task: Task) -> dict[str, Any]:
         "data_source": row.get("data_source", ""),
         "solution_str": task.response,
         "ground_truth": row.get(task.answer_key),
-        "extra_info": {**(row.get("extra_info") or {}), "finish_reason": task.finish_reason},
-        "finish_reason": task.finish_reason,
+        "extra_info": {**(row.get("extra_info") or {}), **_about(task)},
+        **_about(task),
     }
 
 
@@ -197,11 +200,8 @@ def _as_trl(task: Task) -> dict[str, Any]:
     columns = {
         name: [value] for name, value in task.row.items() if name not in ("prompt", "completion")
     }
-    return columns | {
-        "prompts": [prompt],
-        "completions": [said],
-        "finish_reason": [task.finish_reason],
-    }
+    about = {name: [value] for name, value in _about(task).items()}
+    return columns | {"prompts": [prompt], "completions": [said]} | about
 
 
 def _first(results: Any) -> Judgement | None:

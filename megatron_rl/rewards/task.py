@@ -16,6 +16,8 @@ class Task:
     finish_reason: str = "stop"  # stop | length | abort
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    # tokens of the response; of a conversation: those that the policy wrote
+    response_tokens: int = 0
 
     @property
     def answer(self) -> str:

@@ -386,7 +386,8 @@ def _task(rollout: Rollout, text: str) -> Task:
     # also if this branch ended differently
     if session and session.turns and session.end != "length":
         finish = session.turns[-1].finish_reason
-    return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
+    tokens = sum(turn.tokens for turn in session.turns) if session else len(rollout.token_ids)
+    return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key, tokens)
 
 
 class ImmediateStream:

@@ -20,6 +20,9 @@ import numpy
 def ours(row, answer_key, response, finish_reason):
     return 0.25 if finish_reason == "length" else float(row[answer_key] == response)
 
+def short(row, answer_key, response, response_tokens):
+    return float(row[answer_key] == response) - 0.001 * response_tokens
+
 def verl(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": -1.0 if solution_str != ground_truth else 1.0, "acc": solution_str == ground_truth,
             "pred": solution_str, "length": len(solution_str), "seen": data_source == "gsm8k",
@@ -75,6 +78,13 @@ def test_ours() -> None:
     assert judged({"sub/mine.py:ours": 1.0}, "2", finish_reason="length") == Judgement(
         Verdict.wrong, 0.25
     )
+
+
+@in_a_folder
+def test_a_reward_may_take_the_number_of_tokens() -> None:
+    rewards = Rewards({"mine.py:short": 1.0}, wrong=0.0)
+    task = Task(ROW, "2", answer_key="solution", response_tokens=100)
+    assert rewards.judge(task).score == pytest.approx(0.9)
 
 
 @in_a_folder
