@@ -31,6 +31,7 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
     Aggregate,
     Anchor,
+    AnswerFormat,
     Credit,
     Decay,
     Device,
@@ -160,6 +161,12 @@ class DataSection:
     prompt_key: str | None = None
     # column of the right answer, such as reward_model.ground_truth; null: detected from the columns
     answer_key: str | None = None
+    # content of the answer column
+    answer_format: AnswerFormat = AnswerFormat.text
+    # text around each plain-text prompt, which {} stands for, such as "{} Give a number."; null: none
+    instruction: Annotated[
+        str | None, need(lambda text: text.count("{}") == 1, "write {} once, for the prompt")
+    ] = None
     # system prompt for prompts without one, such as "Answer with one number."; null: none
     system_prompt: str | None = None
     # arguments of the model's chat template, such as {enable_thinking: false}; {}: a plain-text

@@ -43,6 +43,7 @@ LAYOUTS = (
     Layout("context_messages", "answer", "as OpenRLHF has it"),
     Layout("question", "answer", "as OpenRLHF has it"),
     Layout("problem", "answer", "as DeepScaleR and AIME have it"),
+    Layout("problem", "solution", "as MATH has it"),
 )
 _CONVERSATION = Layout("messages", "messages", "as NeMo-RL has it")  # which ends with the answer
 
