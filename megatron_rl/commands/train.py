@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import app, command, recipe_arguments, rewards_beside
-from megatron_rl.config import ConfigError, load, read, to_yaml
-from megatron_rl.config.load import changes
+from megatron_rl.config import ConfigError, from_mapping, load, read, to_yaml
+from megatron_rl.config.load import changes, recorded
 from megatron_rl.config.reference import explain
-from megatron_rl.config.schema import Config, Device, Recompute
+from megatron_rl.config.schema import Config, Device, IfExists, Recompute
 from megatron_rl.logs import logger
 from megatron_rl.preflight.machine import own
 from megatron_rl.processes import job
@@ -145,9 +145,10 @@ def report(run: RunDir) -> str:
 
 
 def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config, Checked]:
-    """Run the checks, then the plan, which needs sizes that are consistent.
+    """Run the checks, then the plan, which needs sizes that are consistent; then get the data.
 
-    Returns the configuration as decided for this machine, without `learner.recompute: auto`.
+    Returns the configuration as decided for this machine, without `learner.recompute: auto`, and
+    with data sets that are here.
     """
     from megatron_rl.preflight.checks import check
 
@@ -165,7 +166,20 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     plan = app("planner.plan")
     if plan and (problems := plan.share_problems(config, *about)):
         raise ConfigError("\n".join(problems))
+    if given.get("on") is None:
+        config = _with_data(config)
     return config, replace(checked, notes=(*checked.notes, said) if said else checked.notes)
+
+
+def _with_data(config: Config) -> Config:
+    """Download data sets of the hub, in the commits of the run that is resumed."""
+    from megatron_rl.data.hub_sets import pinned
+    from megatron_rl.tracking.run_dir import RunDir
+
+    path = RunDir(config.run.folder).config
+    if config.run.if_exists is not IfExists.resume or not path.is_file():
+        return pinned(config)
+    return pinned(config, from_mapping(recorded(path)))
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:

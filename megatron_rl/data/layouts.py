@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 
+SUFFIXES = (".parquet", ".jsonl", ".arrow")  # of files whose rows are read
 DEPTH = 64  # levels of a row's nesting
 
 

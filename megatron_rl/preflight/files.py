@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.plain_yaml import CONF
+from megatron_rl.data.hub_sets import parse
 from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
@@ -71,7 +72,10 @@ def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[A
         hint = "`megatron-rl toy` makes the toy's data"
     for key, value in given:
         if not all(file.is_file() for file in data_files(key, Path(value))):
-            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {hint}")
+            error = f"{key}: no file {value!r}; {hint}"
+            if parse(value):
+                error = ""  # reported by its download
+            yield Absent(f"{value} ({key})", error)
 
 
 def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:

@@ -141,9 +141,10 @@ def add(commands: Any) -> None:
 def _eval(options: argparse.Namespace) -> int:
     with opened(options) as (config, stored):
         from megatron_rl.apps.evaluation.measure import measure, with_sets
+        from megatron_rl.data.hub_sets import pinned
         from megatron_rl.preflight.checks import check_alone, environment
 
-        config = with_sets(config, options.sets)
+        config = pinned(with_sets(config, options.sets))
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
         for line in check_alone(config, stored.base, environment):
             note(line)
