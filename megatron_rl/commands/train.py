@@ -136,6 +136,17 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     return 0
 
 
+def with_data(config: Config) -> Config:
+    """Download data sets of the hub, in the commits of the run that is resumed."""
+    from megatron_rl.data.hub_sets import pinned
+    from megatron_rl.tracking.run_dir import RunDir
+
+    path = RunDir(config.run.folder).config
+    if config.run.if_exists is not IfExists.resume or not path.is_file():
+        return pinned(config)
+    return pinned(config, from_mapping(recorded(path)))
+
+
 def report(run: RunDir) -> str:
     """Write the report of a run that has ended, if the apps are installed; return its path."""
     after_run = app("reports.after_run")
@@ -167,19 +178,8 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     if plan and (problems := plan.share_problems(config, *about)):
         raise ConfigError("\n".join(problems))
     if given.get("on") is None:
-        config = _with_data(config)
+        config = with_data(config)
     return config, replace(checked, notes=(*checked.notes, said) if said else checked.notes)
-
-
-def _with_data(config: Config) -> Config:
-    """Download data sets of the hub, in the commits of the run that is resumed."""
-    from megatron_rl.data.hub_sets import pinned
-    from megatron_rl.tracking.run_dir import RunDir
-
-    path = RunDir(config.run.folder).config
-    if config.run.if_exists is not IfExists.resume or not path.is_file():
-        return pinned(config)
-    return pinned(config, from_mapping(recorded(path)))
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:

@@ -147,13 +147,14 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the
-    # share of prompts that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
+    # .jsonl, .parquet, the folder of a Hugging Face data set (folder/split), or one of the hub, such
+    # as openai/gsm8k:main@REVISION[train]; or several with the share of prompts that each gives,
+    # such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
     train: Annotated[
         Any, need(is_source, "name a file, or a mapping of files to weights above 0")
     ] = ""
     eval: str | None = (
-        # held-out rows, such as data/aime_2024.parquet; null: none; needs eval.sets, or eval.every: 0
+        # held-out rows, such as data/test.parquet or openai/gsm8k:main[test]; null: none; needs eval.sets, or eval.every: 0
         None
     )
     # column of the prompt, such as question: text, or a list of chat messages; dots name nested

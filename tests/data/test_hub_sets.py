@@ -17,6 +17,9 @@ import pytest
 from helpers import dapo_row, refusal
 from hub_server import HubServer, hub_server, use
 
+from megatron_rl.checkpoint.resume import refuse_changes
+from megatron_rl.commands.train import with_data
+from megatron_rl.config import to_yaml
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config
@@ -24,6 +27,7 @@ from megatron_rl.data.hub_sets import parse, pinned
 from megatron_rl.data.prompts import load_dataset, load_held_out
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.tracking.run_dir import RunDir
 
 BOXED = "\n\nThink step by step, and put the final answer within \\boxed{...}."
 ASKED = "Last line: Answer: $Answer.\n\n"
@@ -141,26 +145,34 @@ def test_presets_work_from_published_ids(
 def test_a_set_of_another_preset_has_its_own_format(
     hub: HubServer, tokenizer: FolderTokenizer
 ) -> None:
-    config = pinned(of("data=gsm8k", "data.eval=null", "eval.sets={a: {path: aime_2024}, b: {path: math}}"))
+    config = pinned(
+        of("data=gsm8k", "data.eval=null", "eval.sets={a: {path: aime_2024}, b: {path: math}}")
+    )
     assert pairs(config, tokenizer)[1] == AIME + EVAL["math"]
 
 
-def test_only_the_split_is_downloaded_and_its_commit_kept(
-    hub: HubServer, tokenizer: FolderTokenizer
+def test_a_resumed_run_keeps_its_commits_without_the_hub(
+    hub: HubServer, empty: Path, tokenizer: FolderTokenizer
 ) -> None:
-    config = pinned(of("data=gsm8k", "data.train={'openai/gsm8k:main': 1.0}"))
-    files = PUBLISHED["openai/gsm8k"]
-    assert set(hub.fetched()) == {"README.md", *(name for name in files if name[:5] == "main/")}
+    words = ["data=gsm8k", "data.train={'openai/gsm8k:main': 1.0}", "run.name=mine"]
+    config = with_data(of(*words))
     commit = hub.repositories["dataset", "openai/gsm8k"].refs["main"]
     assert config.data.train == {f"openai/gsm8k:main@{commit}[train]": 1.0}
     assert config.data.eval == f"openai/gsm8k:main@{commit}[test]"
+    (folder,) = empty.glob(".home/hub/datasets--openai--gsm8k/snapshots/*")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {"README.md", *(name for name in PUBLISHED["openai/gsm8k"] if "main/" in name)}
 
-    hub.add("openai/gsm8k", {"data/train.jsonl": b"{}"}, "dataset")
-    recipe = of("data=gsm8k", "data.train={'openai/gsm8k:main': 1.0}")
-    assert pinned(recipe, config) == config
+    recorded = RunDir(config.run.folder).config
+    recorded.parent.mkdir(parents=True)
+    recorded.write_text(to_yaml(config))
+    newer = hub.add("openai/gsm8k", {**PUBLISHED["openai/gsm8k"], "new": b""}, "dataset")
+    assert f"main@{newer}[" in with_data(of(*words)).data.eval
     hub.close()
-    assert pinned(recipe, config) == config
-    assert pairs(config, tokenizer) == (TRAIN["gsm8k"], EVAL["gsm8k"])
+    resumed = with_data(of(*words, "run.if_exists=resume"))
+    refuse_changes(recorded, to_yaml(resumed))
+    assert resumed.data == config.data
+    assert pairs(resumed, tokenizer) == (TRAIN["gsm8k"], EVAL["gsm8k"])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,8 @@ def test_other_formats_become_arrow_files(
     hub.close()
     (file,) = parse(config.data.train).files("data.train")
     assert file.suffix == ".arrow"
-    assert pairs(config, tokenizer)[0] == [("1+1?", "2")]
+    (pair,) = pairs(config, tokenizer)[0]
+    assert [*map(str, pair)] == ["1+1?", "2"]
 
 
 @pytest.mark.fault(
@@ -193,7 +206,7 @@ def test_other_formats_become_arrow_files(
         ("openai/gsm8k", ["main, socratic", "openai/gsm8k:main"]),
         ("openai/gsm8k:man", ["main, socratic"]),
         ("openai/gsm8k:main@v9", ["no revision 'v9'"]),
-        ("openai/gsm8k:main[dev]", ["train, test", "openai/gsm8k:main@"]),
+        ("openai/gsm8k:main[dev]", ["train, test", "such as openai/gsm8k:main[train]"]),
         ("HuggingFaceH4/MATH-500[train]", ["the splits test", "[test]"]),
         ("org/images", ["train.txt", ".parquet"]),
         ("org/empty", ["org/empty", "data files"]),
