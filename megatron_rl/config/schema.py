@@ -154,7 +154,7 @@ class DataSection:
         Any, need(is_source, "name a file, or a mapping of files to weights above 0")
     ] = ""
     eval: str | None = (
-        # held-out rows, such as data/test.parquet or openai/gsm8k:main[test]; null: none; needs eval.sets, or eval.every: 0
+        # held-out rows, such as openai/gsm8k:main[test]; null: none; needs eval.sets, or eval.every: 0
         None
     )
     # column of the prompt, such as question: text, or a list of chat messages; dots name nested
