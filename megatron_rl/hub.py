@@ -8,6 +8,7 @@ import it, since few commands need it.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,7 +86,28 @@ def local_folder(text: str) -> Path:
     one = parse(text)
     if one is None:
         return Path(text)
-    return cached(one, ("config.json",)) or Path(text)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(one.name, "config.json", revision=one.revision)
+    except ValueError:  # not a valid name
+        found = None
+    if isinstance(found, str):
+        return Path(found).parent
+    return Path(text)
+
+
+def cache() -> Path:
+    """Return the folder of the cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def free_bytes() -> int:
+    """Return the space left for the cache."""
+    folder = cache()
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
 
 
 def cached(one: HubId, patterns: Sequence[str]) -> Path | None:

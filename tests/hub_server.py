@@ -138,14 +138,14 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self) -> None:
-        if self.hub.closed:
-            self.close_connection = True
-            return
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         request = f"{self.command} {path}"
         if "Range" in self.headers:
             request += f" {self.headers['Range']}"
         self.hub.requests.append(request)
+        if self.hub.closed:
+            self.close_connection = True
+            return
         self.hub.tokens[self.role].add(self.headers.get("Authorization"))
         self._fault = self.hub.fault_for(request)
         if self._fault and self._fault.status:

@@ -85,6 +85,7 @@ from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
     SamplerSection,
     SyncSection,
 )
+from megatron_rl.hub import local_folder
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 # estimators whose baseline is the other responses to the same prompt
@@ -127,8 +128,9 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained) or what
-    # `convert.py import` made, such as models/Qwen3-8B
+    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained), such as
+    # models/mine, or what `convert.py import` made; or an id of the Hugging Face hub, such as
+    # Qwen/Qwen3-8B or Qwen/Qwen3-8B@REVISION, downloaded before the start
     path: str = ""
     init: ModelInit = ModelInit.pretrained  # random: weights by run.seed
     # precision of the logits, in the learner and in the engines that a run starts; weights stay in
@@ -138,11 +140,16 @@ class ModelSection:
     @property
     def folder(self) -> Path:
         """The folder that holds config.json and the tokenizer."""
-        path = Path(self.path)
+        path = self.weights
         kept = path / KEPT
         if (kept / "config.json").is_file() and not (path / "config.json").is_file():
             return kept  # folder of an imported checkpoint
         return path
+
+    @property
+    def weights(self) -> Path:
+        """The folder that holds the weights."""
+        return local_folder(self.path)
 
 
 @dataclass(frozen=True)

@@ -39,17 +39,27 @@ class HubDataset:
         split = f"[{self.split}]" if self.split else ""
         return f"{self.id.name}{config}{revision}{split}"
 
-    def fetch(self, key: str) -> "HubDataset":
+    def fetch(self, key: str, network: bool) -> "HubDataset":
         """Download the files of the split; return the reference with its commit and split."""
+        get = hub.download if network else hub.cached
         try:
-            commit = hub.download(self.id, [CARD]).name  # asks for the list of files, too
-            pinned = replace(self, id=replace(self.id, revision=commit))
-            splits = pinned._splits(key)
-            pinned = replace(pinned, split=self._choose(key, list(splits)))
-            hub.download(pinned.id, _patterns(splits[str(pinned.split)]))
-            return pinned
+            card = get(self.id, [CARD])  # a download leaves the list of files, too
+            if card is None:
+                raise self._incomplete(key)
+            one = replace(self, id=replace(self.id, revision=card.name))
+            splits = one._splits(key)
+            one = replace(one, split=self._choose(key, list(splits)))
+            if get(one.id, _patterns(splits[str(one.split)])) is None:
+                raise self._incomplete(key)
+            return one
         except hub.HubError as error:
             raise ConfigError(f"{key}: {error}") from None
+
+    def _incomplete(self, key: str) -> ConfigError:
+        return ConfigError(
+            f"{key}: {self} is not complete in the cache {hub.cache()}; run `megatron-rl fetch "
+            "RECIPE` with this cache where there is a network"
+        )
 
     def files(self, key: str) -> list[Path]:
         """Return the files of the split in the cache, in formats that rows.py reads; [] if they are
@@ -158,15 +168,21 @@ def parse(text: str) -> HubDataset | None:
     return HubDataset(replace(one, revision=revision), config, split)
 
 
-def pinned(config: Config, recorded: Config | None = None) -> Config:
+def named_in(config: Config) -> dict[str, str]:
+    """Return the data sets of the hub that a configuration names, each with its key."""
+    found = dict.fromkeys(config.data.sources("train"), "data.train")
+    found |= {one.path: one.key for one in held_out(config)}
+    return {path: key for path, key in found.items() if parse(path)}
+
+
+def pinned(config: Config, recorded: Config | None = None, network: bool = True) -> Config:
     """Download the data sets of the hub; return the configuration that names commits and splits.
 
-    `recorded`: configuration of the run that is resumed, whose commits are used again.
+    `recorded`: configuration of the run that is resumed, whose commits are used again. Without
+    `network` the data sets have to be in the cache.
     """
-    used: list[str] = []
-    if recorded is not None:
-        used = [*recorded.data.sources("train"), *(one.path for one in held_out(recorded))]
-    commits = {one.id.name: one.id for one in map(parse, used) if one is not None}
+    used = map(parse, named_in(recorded) if recorded else ())
+    commits = {one.id.name: one.id for one in used if one is not None}
 
     def pin(key: str, path: str) -> str:
         one = parse(path)
@@ -174,7 +190,7 @@ def pinned(config: Config, recorded: Config | None = None) -> Config:
             return path
         if one.id.revision is None:
             one = replace(one, id=commits.get(one.id.name, one.id))
-        return str(one.fetch(key))
+        return str(one.fetch(key, network))
 
     data = config.data
     train = data.train

@@ -18,7 +18,6 @@ from helpers import dapo_row, refusal
 from hub_server import HubServer, hub_server, use
 
 from megatron_rl.checkpoint.resume import refuse_changes
-from megatron_rl.commands.train import with_data
 from megatron_rl.config import to_yaml
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.load import from_base
@@ -27,6 +26,7 @@ from megatron_rl.data.hub_sets import parse, pinned
 from megatron_rl.data.prompts import load_dataset, load_held_out
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.preflight.downloads import with_data
 from megatron_rl.tracking.run_dir import RunDir
 
 BOXED = "\n\nThink step by step, and put the final answer within \\boxed{...}."
@@ -169,7 +169,7 @@ def test_a_resumed_run_keeps_its_commits_without_the_hub(
     newer = hub.add("openai/gsm8k", {**PUBLISHED["openai/gsm8k"], "new": b""}, "dataset")
     assert f"main@{newer}[" in with_data(of(*words)).data.eval
     hub.close()
-    resumed = with_data(of(*words, "run.if_exists=resume"))
+    resumed = with_data(of(*words, "run.if_exists=resume"), network=False)
     refuse_changes(recorded, to_yaml(resumed))
     assert resumed.data == config.data
     assert pairs(resumed, tokenizer) == (TRAIN["gsm8k"], EVAL["gsm8k"])
@@ -228,6 +228,8 @@ def test_what_is_not_in_the_cache_is_missing(hub: HubServer, tokenizer: FolderTo
     other = train.replace("[train]", "[test]")
     assert len(read_rows("data.train", Path(train))) == 2
     assert other in refusal(read_rows, "data.train", Path(other))
+    for name in ("openai/gsm8k:main[test]", "HuggingFaceH4/MATH-500"):
+        assert "megatron-rl fetch" in refusal(pinned, of(f"data.train={name}"), network=False)
 
 
 def test_a_text_is_an_id_unless_it_is_a_path(empty: Path) -> None:
