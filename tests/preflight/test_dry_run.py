@@ -167,7 +167,7 @@ def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Com
             "quickstart.yaml",
             "1x2xH100",
             [],
-            ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "],
+            ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B-Instruct, "],
         ),
         ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
         ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
