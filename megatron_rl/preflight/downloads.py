@@ -86,7 +86,7 @@ def from_cache(config: Config) -> Config:
     """Return the configuration with the commit in the cache, which must be complete. No network."""
     config = _with_recorded_commit(config)
     for one in references(config):
-        folder = hub.cached(one.id, one.patterns)
+        folder = _complete(one)
         if folder is None:
             raise ConfigError(
                 f"{one.key}: {one.id} is not complete in the cache {hub.cache()}; run `megatron-rl "
@@ -152,8 +152,16 @@ def _with_commit(config: Config, one: HubId, folder: Path) -> Config:
     return replace(config, model=replace(config.model, path=path))
 
 
+def _complete(one: Reference) -> Path | None:
+    """Return the folder of a reference in the cache, if nothing is missing there."""
+    folder = hub.cached(one.id, one.patterns)
+    if folder and set(hub.WEIGHTS) <= set(one.patterns) and not any(folder.glob("*.safetensors")):
+        return None  # the repository has none
+    return folder
+
+
 def _outstanding(one: Reference) -> Download | None:
-    if hub.cached(one.id, one.patterns):
+    if _complete(one):
         return None
     with _named(one.key):
         listing = hub.list_files(one.id)

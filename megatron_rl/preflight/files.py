@@ -13,7 +13,7 @@ from megatron_rl import hub
 from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut
-from megatron_rl.config.plain_yaml import CONF, presets, read_preset
+from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.data.hub_sets import parse
 from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
@@ -43,8 +43,7 @@ def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     one = hub.parse(str(path))
     name = Path(path).name
     if one:
-        named = (card for card, file in presets("model").items() if _is_of(file, one))
-        name = next(named, one.name.rpartition("/")[2])
+        name = one.name.rpartition("/")[2]
     cards = sorted(card.stem for card in (CONF / "model").glob("*.json"))
     if name not in cards:
         if one:
@@ -55,10 +54,6 @@ def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
             f"{name or 'NAME'}.json"
         )
     return read_hf_config(CONF / "model" / f"{name}.json")
-
-
-def _is_of(preset: Path, one: hub.HubId) -> bool:
-    return str(read_preset(preset).get("path")).partition("@")[0] == one.name
 
 
 def absent_model(model: schema.ModelSection) -> Iterator[Absent]:

@@ -41,7 +41,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="run, checkpoint of a run, torch_dist checkpoint, Hugging Face folder, ORG/NAME of the hub, or recipe (its initial model)",
+        help="run, checkpoint, Hugging Face folder, ORG/NAME of the hub, or recipe (its initial model)",
     )
     overrides(parser, "overrides of the configuration, such as eval.samples=8")
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     toy.add_argument(
         "--tokenizer",
         metavar="FOLDER|ID|ROWS",
-        help="write only model/, for your own task: tokenizer and chat template of a folder or hub id, or made from ROWS",
+        help="write only model/, for your own task: tokenizer and chat template of FOLDER or ID, or made from ROWS",
     )
 
     quickstart = command(
