@@ -9,7 +9,7 @@ import glob
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ class HubDataset:
 
     def fetch(self, key: str, network: bool) -> "HubDataset":
         """Download the files of the split; return the reference with its commit and split."""
-        get = hub.download if network else hub.cached
+        get: Callable[[hub.HubId, list[str]], Path | None] = hub.cached
+        if network:
+            get = hub.download
         try:
             card = get(self.id, [CARD])  # a download leaves the list of files, too
             if card is None:
