@@ -16,7 +16,7 @@ with leaving_at_once():
     hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
 
     from megatron_rl import __version__, logs
-    from megatron_rl.commands import app, serve, train
+    from megatron_rl.commands import app, fetch, serve, train
     from megatron_rl.config import ConfigError
 
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     apps = app("commands")
-    for command in (train, serve, *(apps.COMMANDS if apps else ())):
+    for command in (train, fetch, serve, *(apps.COMMANDS if apps else ())):
         command.add(commands)
     for one in commands.choices.values():
         one.add_argument(

@@ -110,7 +110,7 @@ def load_or_resume(config: Config, rank0: Rank0, learner: Learner, saver: Saver)
 
 def load_policy(learner: Learner, model: schema.ModelSection, seed: int, reference: bool) -> None:
     if model.init == schema.ModelInit.pretrained:
-        learner.load_hf(Path(model.path))
+        learner.load_hf(model.weights)
     else:
         learner.init_random(seed)
     if reference:

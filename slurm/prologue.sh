@@ -69,6 +69,9 @@ if ((servers)); then
   mkdir -p "$shared_dir"
 fi
 
+# Models of the Hugging Face hub, once for all ranks; where nothing is missing this needs no network.
+"${here[@]}" "$SITE_VENV/bin/megatron-rl" fetch "$RECIPE" "${overrides[@]}" || exit 2
+
 # Anything a login node can know is checked here, before the other nodes are made to wait; the number of tasks too.
 "${here[@]}" env --ignore-signal=USR1 SLURM_NTASKS="$ranks" "$SITE_VENV/bin/megatron-rl" \
   train "$RECIPE" "${overrides[@]}" --dry-run --ranks slurm

@@ -23,6 +23,7 @@ from megatron_rl.processes.process import SHORT_SPIN
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one
 gc.set_threshold(1_000_000, 50, 50)
 hypothesis.settings.register_profile("here", deadline=None)  # no example is wrong for being slow
 hypothesis.settings.load_profile("here")

@@ -165,7 +165,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 Arguments = dict[str, dict[str, Any]]
-SOURCE: Arguments = {"source": {"metavar": "HF_FOLDER|CHECKPOINT|RUN[@STEP]"}}
+SOURCE: Arguments = {"source": {"metavar": "HF_FOLDER|CHECKPOINT|RUN[@STEP]|ORG/NAME"}}
 HF: Arguments = {
     "--hf": {
         "type": Path,
@@ -223,8 +223,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Argumen
     "import": (
         import_,
         "Hugging Face folder -> torch_dist checkpoint",
-        "models/Qwen3-8B checkpoints/qwen3-8b",
-        {"source": {"metavar": "HF_FOLDER"}} | _target("CHECKPOINT"),
+        "Qwen/Qwen3-8B checkpoints/qwen3-8b",
+        {"source": {"metavar": "HF_FOLDER|ORG/NAME"}} | _target("CHECKPOINT"),
     ),
     "export": (
         export,

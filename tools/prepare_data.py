@@ -21,7 +21,6 @@ with leaving_at_once():
     import argparse
     import hashlib
     import json
-    import re
     import sys
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from dataclasses import dataclass
@@ -33,6 +32,7 @@ with leaving_at_once():
     import pyarrow.parquet as pq
 
     from megatron_rl.config import ConfigError
+    from megatron_rl.data.answers import Unusable, after_hashes, boxed_or_plain, whole_number
     from megatron_rl.data.dataset import distinct
     from megatron_rl.data.layouts import field, has
     from megatron_rl.data.rows import read_rows
@@ -65,10 +65,6 @@ _KEPT = (
 )
 
 
-class Unusable(ValueError):
-    """A row that has no question or no answer; the message names its columns."""
-
-
 @dataclass(frozen=True)
 class Kind:
     """Layout of a published table: columns that may hold the question and the answer, the
@@ -78,37 +74,6 @@ class Kind:
     questions: tuple[str, ...]
     answers: tuple[str, ...]
     answer: Callable[[str], str] = str.strip
-
-
-def after_hashes(solution: str) -> str:
-    """GSM8K's last line."""
-    if "####" not in solution:
-        raise Unusable("an answer without ####")
-    return solution.rpartition("####")[2].strip().replace(",", "")
-
-
-def whole_number(answer: str) -> str:
-    """AIME's answers, some of which are published with leading zeros."""
-    number = re.fullmatch(r"(\d+)(\.0+)?", answer.strip())
-    if number:
-        return number[1].lstrip("0") or "0"
-    return answer.strip()
-
-
-def boxed(solution: str) -> str:
-    """Content of a solution's last box; a text without a box is the answer itself."""
-    start = solution.rfind("\\boxed")
-    if start < 0:
-        return solution.strip()
-    content = solution[start + len("\\boxed") :].lstrip()
-    if not content.startswith("{"):
-        return (content.split("$")[0].split() or [""])[0]
-    depth = 0
-    for found in re.finditer(r"\\.|[{}]", content, re.DOTALL):  # \{ and \} are signs of the answer
-        depth += (found[0] == "{") - (found[0] == "}")
-        if depth == 0:
-            return content[1 : found.start()].strip()
-    raise Unusable("a box that is never closed")
 
 
 KINDS = {
@@ -122,9 +87,9 @@ KINDS = {
         ("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number
     ),
     "gsm8k": Kind(("question",), ("answer",), after_hashes),
-    "math": Kind(("problem", "question"), ("answer", "solution"), boxed),
-    "math500": Kind(("problem", "question"), ("answer", "solution"), boxed),
-    "deepscaler": Kind(("problem", "question"), ("answer",), boxed),
+    "math": Kind(("problem", "question"), ("answer", "solution"), boxed_or_plain),
+    "math500": Kind(("problem", "question"), ("answer", "solution"), boxed_or_plain),
+    "deepscaler": Kind(("problem", "question"), ("answer",), boxed_or_plain),
 }
 
 

@@ -30,11 +30,13 @@ def add(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     from megatron_rl.preflight.checks import check_served
+    from megatron_rl.preflight.downloads import with_small_files
     from megatron_rl.preflight.machine import detect
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.serve import serve
 
     detect(config.run.device)
+    config = with_small_files(config)
     check_served(config.model)
 
     settings = EngineSettings.from_config(config).with_format(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl import hub
 from megatron_rl.commands import app, command, recipe_arguments, rewards_beside
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
@@ -76,7 +77,8 @@ def _train(options: argparse.Namespace) -> int:
     on = options.on
     if on == "own":
         on = own(options.recipe, options.overrides)
-    plan_run(config, found, on, list(changes(options.recipe, options.overrides)))
+    edits = list(changes(options.recipe, options.overrides))
+    plan_run(config, found, on, edits, options.ranks)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
     return 0
@@ -84,17 +86,32 @@ def _train(options: argparse.Namespace) -> int:
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
     """Everything that `run` checks before it starts or writes anything."""
-    _check_place(*_checked(config, found))
+    from megatron_rl.preflight.downloads import with_data
+
+    config, checked = _checked(config, found)
+    _check_place(with_data(config), checked)
 
 
 def plan_run(
-    config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()
+    config: Config,
+    found: Sequence[str],
+    on: str | None,
+    changed: Sequence[str] = (),
+    ranks: str = "local",
 ) -> None:
     """Print the plan of a run, on this machine or a named one. `changed`: overrides of the base."""
+    from megatron_rl.preflight import downloads
     from megatron_rl.preflight.machine import named
 
+    if ranks == "local":
+        config, to_fetch = downloads.preview(config)
+        for what in to_fetch:
+            print(f"fetch      {what}")
+    else:
+        config = downloads.from_cache(config)
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
+        config = downloads.with_data(config, network=ranks == "local")
         checked = _check_place(config, checked, dry=True)
     summary = app("planner.summary")
     print(
@@ -110,10 +127,22 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
         raise ConfigError(
             f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again"
         )
+    from megatron_rl.preflight import downloads
+
+    if ranks == "local":
+        config = downloads.with_small_files(config)
+        to_fetch = downloads.outstanding(config)
+    else:
+        config = downloads.from_cache(config)
+        to_fetch = []
     config, checked = _checked(config, found, here=ranks == "local")
+    config = downloads.with_data(config, network=ranks == "local")
     first = ranks == "local" or _rank(ranks) == 0
     for note in _check_place(config, checked).notes if first else ():
         logger("check").warning(note)
+    if to_fetch:
+        downloads.fetch(to_fetch, logger("hub").info)
+        _check_weights(config, checked)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
     from megatron_rl.supervision.attempts import run_attempts
@@ -168,6 +197,14 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     return config, replace(checked, notes=(*checked.notes, said) if said else checked.notes)
 
 
+def _check_weights(config: Config, checked: Checked) -> None:
+    """Compare downloaded weights with config.json."""
+    from megatron_rl.preflight.checks import refuse
+    from megatron_rl.preflight.files import weights
+
+    refuse(weights(config.model, checked.policy.shape))
+
+
 def _ranks_of_starter(config: Config, ranks: str) -> None:
     """Refuse a launcher whose number of processes differs from the learner's layout."""
     from megatron_rl.models.layout import Layout
@@ -188,6 +225,9 @@ def _check_place(config: Config, checked: Checked, dry: bool = False) -> Checked
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.tracking.run_dir import RunDirectoryUsed, check_run_dir
 
+    if dry and hub.parse(config.model.path) and not config.model.folder.is_dir():
+        note = "the data is not checked, as the tokenizer is not here"
+        return replace(checked, notes=(*checked.notes, note))
     notes, asked, about = check_datasets(config)
     path = config.run.folder
     if_exists = config.run.if_exists

@@ -62,6 +62,13 @@ class IfExists(StrEnum):
     resume = "resume"
 
 
+class AnswerFormat(StrEnum):
+    text = "text"  # the answer, as the column has it
+    # the final answer of a solution: after ####, in the last \boxed{}, or a whole number without
+    # leading zeros; the first row of each set decides
+    solution = "solution"
+
+
 class RolloutSource(StrEnum):
     sampler = "sampler"  # reinforcement learning: responses are sampled from the policy
     dataset = "dataset"  # supervised warm start: responses are the data set's own answers

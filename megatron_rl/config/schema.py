@@ -31,6 +31,7 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
     Aggregate,
     Anchor,
+    AnswerFormat,
     Credit,
     Decay,
     Device,
@@ -84,6 +85,7 @@ from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
     SamplerSection,
     SyncSection,
 )
+from megatron_rl.hub import local_folder
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 # estimators whose baseline is the other responses to the same prompt
@@ -126,8 +128,9 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained) or what
-    # `convert.py import` made, such as models/Qwen3-8B
+    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained), such as
+    # models/mine, or what `convert.py import` made; or an id of the Hugging Face hub, such as
+    # Qwen/Qwen3-8B or Qwen/Qwen3-8B@REVISION, downloaded before the start
     path: str = ""
     init: ModelInit = ModelInit.pretrained  # random: weights by run.seed
     # precision of the logits, in the learner and in the engines that a run starts; weights stay in
@@ -137,22 +140,28 @@ class ModelSection:
     @property
     def folder(self) -> Path:
         """The folder that holds config.json and the tokenizer."""
-        path = Path(self.path)
+        path = self.weights
         kept = path / KEPT
         if (kept / "config.json").is_file() and not (path / "config.json").is_file():
             return kept  # folder of an imported checkpoint
         return path
 
+    @property
+    def weights(self) -> Path:
+        """The folder that holds the weights."""
+        return local_folder(self.path)
+
 
 @dataclass(frozen=True)
 class DataSection:
-    # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the
-    # share of prompts that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
+    # .jsonl, .parquet, the folder of a Hugging Face data set (folder/split), or one of the hub, such
+    # as openai/gsm8k:main@REVISION[train]; or several with the share of prompts that each gives,
+    # such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
     train: Annotated[
         Any, need(is_source, "name a file, or a mapping of files to weights above 0")
     ] = ""
     eval: str | None = (
-        # held-out rows, such as data/aime_2024.parquet; null: none; needs eval.sets, or eval.every: 0
+        # held-out rows, such as openai/gsm8k:main[test]; null: none; needs eval.sets, or eval.every: 0
         None
     )
     # column of the prompt, such as question: text, or a list of chat messages; dots name nested
@@ -160,6 +169,12 @@ class DataSection:
     prompt_key: str | None = None
     # column of the right answer, such as reward_model.ground_truth; null: detected from the columns
     answer_key: str | None = None
+    # content of the answer column
+    answer_format: AnswerFormat = AnswerFormat.text
+    # text around each plain-text prompt, which {} stands for, such as "{} Give a number."; null: none
+    instruction: Annotated[
+        str | None, need(lambda text: text.count("{}") == 1, "write {} once, for the prompt")
+    ] = None
     # system prompt for prompts without one, such as "Answer with one number."; null: none
     system_prompt: str | None = None
     # arguments of the model's chat template, such as {enable_thinking: false}; {}: a plain-text

@@ -4,7 +4,7 @@ are too long are left out or refused.
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import DataSection, LongPrompts
+from megatron_rl.config.schema import AnswerFormat, DataSection, LongPrompts
+from megatron_rl.data.answers import Unusable, final_answer
 from megatron_rl.data.layouts import Layout, Rows, field, has, recognised, split
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -72,8 +73,10 @@ class Source(Sequence[Prompt]):
         self._path = path
         self._config = config
         self._tokenizer = tokenizer
-        self._needs_answer = needs_answer
+        self._extracts = config.answer_format == AnswerFormat.solution
+        self._needs_answer = needs_answer or self._extracts
         self._first_id = first_id
+        self._extract: Callable[[str], str] | None = None  # decided by the first row
         self._most = 0  # tokens that a prompt may have
         self._rows: Rows = read_rows(key, path)
         self._layout = Layout("prompt", "answer")
@@ -166,7 +169,9 @@ class Source(Sequence[Prompt]):
 
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
         """Prompt and answer of every row; answers only where they are needed."""
-        texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
+        texts = None
+        if not self._extracts and self._config.instruction is None:
+            texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
         if texts is None:
             texts = (self._pair(row, index) for index, row in enumerate(self._rows))
         for index, (prompt, answer) in enumerate(texts):
@@ -184,7 +189,7 @@ class Source(Sequence[Prompt]):
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
         prompt = self._value("prompt", row, index)
         if isinstance(prompt, str):
-            return prompt
+            return (self._config.instruction or "{}").replace("{}", prompt)
         if not isinstance(prompt, list):
             raise self._unlike("prompt", index, prompt, "text or a list of messages")
         if not prompt or not all(
@@ -197,7 +202,18 @@ class Source(Sequence[Prompt]):
         answer = self._value("answer", row, index)
         if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes no Python
             raise self._unlike("answer", index, answer, "text or a number")
-        return str(answer)
+        if not self._extracts:
+            return str(answer)
+        self._extract = self._extract or final_answer(str(answer))
+        try:
+            if found := self._extract(str(answer)):
+                return found
+            raise Unusable("an empty answer")
+        except Unusable as error:
+            raise ConfigError(
+                f"data.answer_format: {self._rows.place(index)} has {error}; remove it, or set "
+                "data.answer_format=text"
+            ) from None
 
     def _value(self, name: str, row: dict[str, Any], index: int) -> Any:
         """Return a row's prompt or answer."""
@@ -244,6 +260,8 @@ class Source(Sequence[Prompt]):
         for name in (layout.prompt, layout.answer):
             if name not in row and has(row, name):  # inside a column: consumers read row[name]
                 row[name] = field(row, name)
+        if self._extracts:
+            row[layout.answer] = self._answer(row, index)
         return Prompt(
             self._first_id + index,
             tuple(ids),

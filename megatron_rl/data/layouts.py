@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 
+SUFFIXES = (".parquet", ".jsonl", ".arrow")  # of files whose rows are read
 DEPTH = 64  # levels of a row's nesting
 
 
@@ -43,6 +44,7 @@ LAYOUTS = (
     Layout("context_messages", "answer", "as OpenRLHF has it"),
     Layout("question", "answer", "as OpenRLHF has it"),
     Layout("problem", "answer", "as DeepScaleR and AIME have it"),
+    Layout("problem", "solution", "as MATH has it"),
 )
 _CONVERSATION = Layout("messages", "messages", "as NeMo-RL has it")  # which ends with the answer
 

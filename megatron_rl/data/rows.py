@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config import ConfigError
-from megatron_rl.data.layouts import DEPTH, Rows
+from megatron_rl.data import hub_sets
+from megatron_rl.data.layouts import DEPTH, SUFFIXES, Rows
 
-SUFFIXES = (".parquet", ".jsonl", ".arrow")
 _SHARD = re.compile(r"(.+?)(?:-\d{5}-of-\d{5}(?:-\w+)?)?$")
 
 
@@ -140,7 +140,9 @@ class Joined(Rows):  # of prompts, too
 
 
 def data_files(key: str, path: Path) -> list[Path]:
-    """The files that `path` stands for; the file itself where it is one."""
+    """The files that `path` stands for; the file itself where it is one. No network."""
+    if published := hub_sets.parse(str(path)):
+        return published.files(key) or [path]
     if path.is_dir():
         found = _splits(path)
         if len(found) == 1:

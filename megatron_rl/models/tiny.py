@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.data import toy
-from megatron_rl.data.rows import SUFFIXES, read_rows
+from megatron_rl.data.layouts import SUFFIXES
+from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.files import write_json
 from megatron_rl.models.mapping import parameters

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import hub
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
@@ -95,7 +96,9 @@ def _facts(
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = (read_card if on or cards else read_hf_config)(config.model.folder)
+        # an id is in the cache, unless a dry run could not reach the hub
+        from_card = on or cards or hub.parse(config.model.path)
+        hf_config = (read_card if from_card else read_hf_config)(config.model.folder)
         layout = Layout.from_config(config.learner)
         policy = Model.of(hf_config, layout, lora=Lora.of(config.learner.lora))
         # config.json with valid sizes

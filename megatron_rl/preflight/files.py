@@ -9,16 +9,19 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl import hub
 from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.plain_yaml import CONF
+from megatron_rl.data.hub_sets import parse
 from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.preflight import downloads
 from megatron_rl.tracking.wandb_log import resolve_mode
 
 LARGEST_TOKENIZER = 256 << 20
@@ -31,14 +34,20 @@ class Absent:
 
 
 def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
-    """Read the config.json of a model: from its folder, or from the card of its name if that is
-    missing.
+    """Read the config.json of a model: from its folder, from the card of its name if that is
+    missing, or from the hub.
     """
-    if (Path(path) / "config.json").is_file():
-        return read_hf_config(path, key)
+    folder = hub.local_folder(str(path))
+    if (folder / "config.json").is_file():
+        return read_hf_config(folder, key)
+    one = hub.parse(str(path))
     name = Path(path).name
+    if one:
+        name = one.name.rpartition("/")[2]
     cards = sorted(card.stem for card in (CONF / "model").glob("*.json"))
     if name not in cards:
+        if one:
+            return read_hf_config(downloads.fetched(str(path), key, weights=False), key)
         raise ConfigError(
             f"{key}: no config.json in {str(path)!r}, and no card in conf/model/ is of that name "
             f"(cards: {', '.join(cards)}); bring the folder, or put its config.json there as "
@@ -48,6 +57,8 @@ def read_card(path: Path | str, key: str = "model.path") -> dict[str, Any]:
 
 
 def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
+    if hub.parse(model.path):
+        return  # it is fetched, or reported by downloads.py
     folder = Path(model.path)
     weights = model.init == schema.ModelInit.pretrained
     if not (model.folder / "config.json").is_file():
@@ -55,7 +66,7 @@ def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
         if weights:
             parts = "config.json, tokenizer and .safetensors"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # reported by read_hf_config
-    elif weights and not _holds_weights(folder):
+    elif weights and not _holds_weights(model):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
             f"model.path: {model.path} holds no .safetensors weights; bring them there (for the "
@@ -71,7 +82,10 @@ def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[A
         hint = "`megatron-rl toy` makes the toy's data"
     for key, value in given:
         if not all(file.is_file() for file in data_files(key, Path(value))):
-            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {hint}")
+            error = f"{key}: no file {value!r}; {hint}"
+            if parse(value):
+                error = ""  # reported by its download
+            yield Absent(f"{value} ({key})", error)
 
 
 def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:
@@ -132,12 +146,15 @@ def weight_errors(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
     """Check stored weights against config.json, if a run starts from them."""
-    folder = Path(model.path)
-    if model.init == schema.ModelInit.pretrained and _holds_weights(folder):
-        yield from (f"model.path: {each}" for each in weight_errors(folder, shape))
+    if model.init == schema.ModelInit.pretrained and _holds_weights(model):
+        yield from (f"model.path: {each}" for each in weight_errors(model.weights, shape))
 
 
-def _holds_weights(folder: Path) -> bool:
+def _holds_weights(model: schema.ModelSection) -> bool:
+    folder = model.weights
+    one = hub.parse(model.path)
+    if one and hub.cached(one, hub.WEIGHTS) is None:
+        return False  # not downloaded, or only some of its files
     return any(folder.glob("*.safetensors")) or is_checkpoint(folder)
 
 

@@ -116,7 +116,7 @@ def test_what_a_set_does_not_say_is_the_section_s_or_the_run_s() -> None:
     )
     assert (again.reward.name, again.reward.wrong) == ("math_verify", -1)
     assert (math.path, math.temperature, math.reward.name) == (
-        "data/math500.parquet",
+        "HuggingFaceH4/MATH-500[test]",
         0.9,
         "math_dapo",
     )

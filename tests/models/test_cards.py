@@ -18,9 +18,9 @@ PUBLISHED = {
     "Qwen3-235B-A22B": 235.09,
     "Qwen2.5-7B": 7.62,
     "Qwen2.5-32B": 32.76,
-    "Llama-3.1-8B": 8.03,
-    "Llama-3.1-70B": 70.55,
-    "Mixtral-8x7B": 46.70,
+    "Llama-3.1-8B-Instruct": 8.03,
+    "Llama-3.1-70B-Instruct": 70.55,
+    "Mixtral-8x7B-Instruct-v0.1": 46.70,
 }
 
 

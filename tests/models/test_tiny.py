@@ -74,7 +74,7 @@ def test_the_rows_characters_are_a_token_each_and_so_are_roles(
 
 
 def test_a_published_tokenizer_is_taken_as_it_is(published: Path, command: Command) -> None:
-    tokenizer, model = made(command, published, "--like", "Llama-3.1-8B")
+    tokenizer, model = made(command, published, "--like", "Llama-3.1-8B-Instruct")
     assert tokenizer.text([{"role": "user", "content": "a"}]) == "[a]"
     assert tokenizer.encode("Reverse: stressed") == FolderTokenizer(published).encode(
         "Reverse: stressed"

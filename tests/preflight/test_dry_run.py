@@ -167,7 +167,7 @@ def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Com
             "quickstart.yaml",
             "1x2xH100",
             [],
-            ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "],
+            ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B-Instruct, "],
         ),
         ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
         ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
@@ -214,7 +214,7 @@ def test_a_summary_shows_each_edit(command: Command) -> None:
     assert "kl_coef=0.001" in rows["loss"]
     assert rows["optim"].startswith("lr=1e-06 warmup_steps=20 decay=cosine")
     assert "aime (aime.jsonl x 8)" in rows["eval"]
-    assert rows["data"].endswith("dapo_math_17k.parquet: not read")
+    assert rows["data"].endswith("BytedTsinghua-SIA/DAPO-Math-17k[train]: not read")
     assert rows["reward"] == "math_dapo"
     assert rows["checkpoint"].endswith(
         "every=10min keep_last=2 best=eval/aime/accuracy export_hf=True"

@@ -9,9 +9,11 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl import hub
 from megatron_rl.commands import command, folder_name, overrides, rewards_beside
 from megatron_rl.config import ConfigError, load, recorded_config
 from megatron_rl.logs import logger
@@ -39,7 +41,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="run, checkpoint of a run, torch_dist checkpoint, Hugging Face folder, or recipe (its initial model)",
+        help="run, checkpoint, Hugging Face folder, ORG/NAME of the hub, or recipe (its initial model)",
     )
     overrides(parser, "overrides of the configuration, such as eval.samples=8")
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
@@ -61,6 +63,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     """
     from megatron_rl.apps.evaluation.stored_model import find, run_of, settings
     from megatron_rl.checkpoint.torch_dist.index import CheckpointError
+    from megatron_rl.preflight.downloads import fetched
     from megatron_rl.rewards.pool import RewardsHang
     from megatron_rl.sampler.client.interface import SamplerError
     from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -72,7 +75,11 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
         rewards_beside(path)
         recipe = load(path, options.overrides)
         path = Path(recipe.model.path)
+    given = str(path)
+    path = fetched(given, "MODEL")
     stored = find(path, recorded_config(run / "config.yaml") if run else recipe, options.hf)
+    if one := hub.parse(given):  # its folder has the name of a commit
+        stored = replace(stored, label=one.name.rpartition("/")[2])
     if stored.note:
         note(stored.note)
     try:
@@ -141,9 +148,10 @@ def add(commands: Any) -> None:
 def _eval(options: argparse.Namespace) -> int:
     with opened(options) as (config, stored):
         from megatron_rl.apps.evaluation.measure import measure, with_sets
+        from megatron_rl.data.hub_sets import pinned
         from megatron_rl.preflight.checks import check_alone, environment
 
-        config = with_sets(config, options.sets)
+        config = pinned(with_sets(config, options.sets))
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
         for line in check_alone(config, stored.base, environment):
             note(line)

@@ -26,13 +26,12 @@ def add(commands: Any) -> None:
     toy.add_argument(
         "--like",
         metavar="MODEL",
-        help="architecture: a model of conf/model, such as Qwen3-30B-A3B (default: Qwen3)",
+        help="architecture: a model of conf/model or the hub, such as Qwen3-30B-A3B (default: Qwen3)",
     )
     toy.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="FOLDER|ROWS",
-        help="write only model/, for your own task: tokenizer and chat template of FOLDER, or made from ROWS",
+        metavar="FOLDER|ID|ROWS",
+        help="write only model/, for your own task: tokenizer and chat template of FOLDER or ID, or made from ROWS",
     )
 
     quickstart = command(
@@ -129,11 +128,13 @@ def _translate(options: argparse.Namespace) -> int:
 def _toy(options: argparse.Namespace) -> int:
     from megatron_rl.data import toy
     from megatron_rl.models.tiny import write_own
+    from megatron_rl.preflight.downloads import fetched
     from megatron_rl.preflight.files import read_card
 
     like = read_card(options.like, "--like") if options.like else None
     if options.tokenizer:
-        print(write_own(options.folder, options.tokenizer, like))
+        tokenizer = fetched(options.tokenizer, "--tokenizer", weights=False)
+        print(write_own(options.folder, tokenizer, like))
         return 0
     counts = toy.write_toy(options.folder, like=like)
     print(

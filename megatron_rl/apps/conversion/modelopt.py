@@ -8,6 +8,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_rl.apps.conversion.verification import compare
 from megatron_rl.apps.conversion.work import begun
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base
+from megatron_rl.data.hub_sets import pinned
 from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.weight_files import companions
@@ -62,7 +64,8 @@ def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows = [tuple(ids) for ids in tokenizer.encode_texts(lines[:SAMPLES], LONGEST)]
     else:
-        data = from_base({}, [f"data.train={path}" if path.exists() else f"data={given}"]).data
+        config = from_base({}, [f"data.train={path}" if path.exists() else f"data={given}"])
+        data = pinned(replace(config, data=replace(config.data, eval=None))).data
         prompts = load_dataset("train", data, tokenizer, LONGEST).prompts[:SAMPLES]
         rows = [prompt.token_ids for prompt in prompts]
     rows = [row for row in rows if len(row) > 1]

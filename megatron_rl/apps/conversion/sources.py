@@ -1,6 +1,6 @@
 """Sources of weights: finds, lazily reads and hashes those of a run, checkpoint or model folder.
 
-A source is a run, RUN@STEP, a checkpoint, or a Hugging Face or PEFT folder.
+A source is a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder, or an id of the hub.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
+from megatron_rl.preflight.downloads import fetched
 from megatron_rl.tracking.run_dir import RunDir
 
 AT_STEP = re.compile(r"(.+)@([0-9]{1,18})")
@@ -144,8 +145,10 @@ class Source:
 
 
 def find(given: str, hf: Path | None = None) -> Source:
-    """`given`: a folder, or RUN@STEP. Raises ConfigError or CheckpointError if it is unusable."""
-    path = Path(given)
+    """`given`: a folder, RUN@STEP, or an id of the hub. Raises ConfigError or CheckpointError if it
+    is unusable.
+    """
+    path = fetched(given, "SOURCE")
     at = AT_STEP.fullmatch(given)
     if at is not None and not path.exists():
         path = _of_step(Path(at[1]), int(at[2]))

@@ -47,7 +47,7 @@ def with_sets(config: Config, words: Sequence[str]) -> Config:
     plain = None
     for word in dict.fromkeys(words):
         name, _, file = word.rpartition("=")
-        name = name or re.sub(r"[^A-Za-z0-9-]", "_", Path(file).stem).lstrip("_-")
+        name = name or re.sub(r"[^A-Za-z0-9-]", "_", Path(file).stem).strip("_-")
         if word in known:
             chosen[word] = replace(known[word], path=known[word].path or config.data.eval)
         elif word == "eval" and config.data.eval:

@@ -6,6 +6,7 @@ translated recipe are then fitted to each other.
 
 import re
 
+from megatron_rl import hub
 from megatron_rl.apps.translation.layout import Accounts, Values, layout, ranks
 from megatron_rl.apps.translation.table import shared
 from megatron_rl.config.plain_yaml import CONF
@@ -144,6 +145,8 @@ def _model(values: Values, accounts: Accounts) -> None:
     presets = {one.stem.lower(): one.stem for one in (CONF / "model").glob("*.yaml")}
     if name.lower() in presets:
         values["model"] = presets[name.lower()]
+    elif hub.parse(str(path)):
+        values["model.path"] = str(path)
     else:
         values["model.path"] = _local(str(path), "models", accounts)
 

@@ -127,7 +127,7 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         "a": "e.jsonl",
         "x_y": "some/x.y.jsonl",
         "z": "f.jsonl",
-        "math": "data/math500.parquet",
+        "math": "HuggingFaceH4/MATH-500[test]",
     }
     assert [(one.name, one.path) for one in chosen] == list(files.items())
     assert [one.name for one in held_out(with_sets(config, []))] == ["", "a", "b"]

@@ -119,7 +119,9 @@ def ranks(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> dict[str, Any]:
 def llama_70b(tp: int, pp: int, gib: float, dp: int = 1) -> Published:
     """NVIDIA-NeMo/Megatron-Bridge, skills/perf-memory-tuning/SKILL.md and pull request 3107."""
     layout = ranks(tp=tp, pp=pp, dp=dp)
-    return Published("Llama-3.1-70B", "4x8xH100", layout, 4096, 32, gib=gib, megatron=INTERLEAVED)
+    return Published(
+        "Llama-3.1-70B-Instruct", "4x8xH100", layout, 4096, 32, gib=gib, megatron=INTERLEAVED
+    )
 
 
 def qwen_7b(tp: int, engine: float, tokens: int = 10240, **more: Any) -> Published:

@@ -132,7 +132,9 @@ def llama(pp: int, tp: int, dp: int, tflops: float) -> Timed:
         "megatron": INTERLEAVED,
     }
     seconds = 1e3 / tflops
-    return Timed("Llama-3.1-70B", "4x8xH100", section, 32, 3896, seconds, "update", limit=3896)
+    return Timed(
+        "Llama-3.1-70B-Instruct", "4x8xH100", section, 32, 3896, seconds, "update", limit=3896
+    )
 
 
 def pai(tp: int, dp: int, seconds: float) -> Timed:
@@ -161,7 +163,12 @@ def pai(tp: int, dp: int, seconds: float) -> Timed:
 ORDERED: dict[str, list[Timed]] = {
     "models": [
         nemo(
-            "Llama-3.1-8B", "2x8xH100", {**ranks(pp=2, dp=8), "megatron": FULL}, (16, 1), 1060, 97.7
+            "Llama-3.1-8B-Instruct",
+            "2x8xH100",
+            {**ranks(pp=2, dp=8), "megatron": FULL},
+            (16, 1),
+            1060,
+            97.7,
         ),
         nemo(
             "Qwen3-30B-A3B",

@@ -22,11 +22,11 @@ CASES = (
     ("Qwen3-8B", "1x1xH100"),
     ("Qwen3-8B", "1x8xH100"),
     ("Qwen2.5-7B", "1x8xH100"),
-    ("Llama-3.1-70B", "1x8xH100"),
+    ("Llama-3.1-70B-Instruct", "1x8xH100"),
     ("Qwen3-30B-A3B", "4x8xH100"),
-    ("Llama-3.1-70B", "4x8xH100"),
+    ("Llama-3.1-70B-Instruct", "4x8xH100"),
 )
-TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B", "1x8xH100")}
+TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B-Instruct", "1x8xH100")}
 
 
 @pytest.fixture(autouse=True)

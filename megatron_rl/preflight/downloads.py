@@ -1,0 +1,204 @@
+"""What a configuration takes from the Hugging Face hub: the commit that a run uses, downloads before
+it starts, and what a dry run would download.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl import hub
+from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.config.schema import Config, IfExists, ModelInit
+from megatron_rl.data import hub_sets
+from megatron_rl.hub import HubError, HubId, HubUnreachable
+from megatron_rl.logs import logger
+
+
+class Unreachable(ConfigError):
+    """The hub gave no answer; it may give one later, or elsewhere."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A repository that a key names, and the files that are needed of it."""
+
+    key: str
+    id: HubId
+    what: str  # the files, in words
+    patterns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.key}): {self.what}"
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files of a reference that are not in the cache, with their sizes in bytes."""
+
+    reference: Reference
+    sizes: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def __str__(self) -> str:
+        return f"{self.reference}, {len(self.sizes)} files to download, {_size(self.nbytes)}"
+
+
+def references(config: Config) -> list[Reference]:
+    """Return what the keys of a configuration name on the hub."""
+    found = []
+    if one := hub.parse(config.model.path):
+        found.append(_model("model.path", one, config.model.init is ModelInit.pretrained))
+    return found
+
+
+def _model(key: str, one: HubId, weights: bool = True) -> Reference:
+    if weights:
+        what = "config, tokenizer and .safetensors"
+        return Reference(key, one, what, hub.SMALL_FILES + hub.WEIGHTS)
+    return Reference(key, one, "config and tokenizer", hub.SMALL_FILES)
+
+
+def with_small_files(config: Config) -> Config:
+    """Download all but the weights of the model; return the configuration with its commit."""
+    config = _with_recorded_commit(config)
+    one = hub.parse(config.model.path)
+    if one is None:
+        return config
+    with _named("model.path"):
+        folder = hub.download(one, hub.SMALL_FILES)
+    return _with_commit(config, one, folder)
+
+
+def with_data(config: Config, network: bool = True) -> Config:
+    """Return the configuration with the data sets in the cache, by commit and split."""
+    recorded = config.run.folder / "config.yaml"
+    before = None
+    if config.run.if_exists is IfExists.resume and recorded.is_file():
+        before = recorded_config(recorded)
+    return hub_sets.pinned(config, before, network)
+
+
+def from_cache(config: Config) -> Config:
+    """Return the configuration with the commit in the cache, which must be complete. No network."""
+    config = _with_recorded_commit(config)
+    for one in references(config):
+        folder = _complete(one)
+        if folder is None:
+            raise ConfigError(
+                f"{one.key}: {one.id} is not complete in the cache {hub.cache()}; run `megatron-rl "
+                "fetch RECIPE` with this cache before the ranks start"
+            )
+        config = _with_commit(config, one.id, folder)
+    return config
+
+
+def outstanding(config: Config) -> list[Download]:
+    """Return the downloads that a configuration needs; those in the cache need no network."""
+    found = (_outstanding(one) for one in references(config))
+    return [one for one in found if one]
+
+
+def fetch(downloads: Sequence[Download], say: Callable[[str], None]) -> None:
+    """Report the sizes, then download."""
+    for one in downloads:
+        say(f"{one}, into {hub.cache()}")
+    for one in downloads:
+        with _named(one.reference.key):
+            hub.download(one.reference.id, one.reference.patterns)
+
+
+def fetched(text: str, key: str, weights: bool = True) -> Path:
+    """Return the folder that a text names, after the download if it is an id."""
+    one = hub.parse(text)
+    if one is None:
+        return Path(text)
+    with _named(key):
+        folder = hub.download(one, hub.SMALL_FILES)
+    if needed := _outstanding(_model(key, replace(one, revision=folder.name), weights)):
+        fetch([needed], logger("hub").info)
+    return folder
+
+
+def preview(config: Config) -> tuple[Config, list[str]]:
+    """Return the configuration and what a start would download, as far as the hub answers."""
+    try:
+        config = with_small_files(config)
+        return config, [str(one) for one in outstanding(config)]
+    except Unreachable as error:
+        config = _with_recorded_commit(config)
+        return config, [
+            f"{one}; sizes unknown: {str(error).partition(': ')[2]}" for one in references(config)
+        ]
+
+
+def _with_recorded_commit(config: Config) -> Config:
+    """Use the commit of the run to be resumed, unless the recipe names a revision."""
+    one = hub.parse(config.model.path)
+    recorded = config.run.folder / "config.yaml"
+    if one and not one.revision and config.run.if_exists is IfExists.resume and recorded.is_file():
+        before = hub.parse(recorded_config(recorded).model.path)
+        if before and before.name == one.name:
+            return replace(config, model=replace(config.model, path=str(before)))
+    return config
+
+
+def _with_commit(config: Config, one: HubId, folder: Path) -> Config:
+    """`folder`: of the cache, named by the commit."""
+    path = str(replace(one, revision=folder.name))
+    return replace(config, model=replace(config.model, path=path))
+
+
+def _complete(one: Reference) -> Path | None:
+    """Return the folder of a reference in the cache, if nothing is missing there."""
+    folder = hub.cached(one.id, one.patterns)
+    if folder and set(hub.WEIGHTS) <= set(one.patterns) and not any(folder.glob("*.safetensors")):
+        return None  # the repository has none
+    return folder
+
+
+def _outstanding(one: Reference) -> Download | None:
+    if _complete(one):
+        return None
+    with _named(one.key):
+        listing = hub.list_files(one.id)
+    wanted = listing.matching(one.patterns)
+    if set(hub.WEIGHTS) <= set(one.patterns) and not listing.matching(hub.WEIGHTS):
+        raise ConfigError(
+            f"{one.key}: {one.id} has no .safetensors; weights in pickle files (.bin) are not "
+            "read, name a revision or a model with safetensors"
+        )
+    folder = hub.cached(listing.id, ())
+    sizes = {
+        name: size
+        for name, size in wanted.items()
+        if folder is None or not (folder / name).is_file()
+    }
+    needed = Download(replace(one, id=listing.id), sizes)
+    free = hub.free_bytes()
+    if needed.nbytes > free:
+        raise ConfigError(
+            f"{one.key}: {needed.nbytes} bytes to download of {one.id}, but {hub.cache()} has {free} "
+            "left; free space, or set HF_HOME to another folder"
+        )
+    return needed
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1e9:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Name the key in errors of the hub."""
+    try:
+        yield
+    except HubUnreachable as error:
+        raise Unreachable(f"{key}: {error}") from None
+    except HubError as error:
+        raise ConfigError(f"{key}: {error}") from None
