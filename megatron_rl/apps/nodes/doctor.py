@@ -223,7 +223,7 @@ def _slurm() -> Finding:
     except FileNotFoundError:
         return Finding("not installed")
     if job := os.environ.get(JOB):
-        text += f", job {job}"
+        text = f"{text.strip()}, job {job}"
     return Finding(text)
 
 
