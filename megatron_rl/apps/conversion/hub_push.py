@@ -11,6 +11,7 @@ from typing import Any
 
 from yaml import YAMLError
 
+from megatron_rl import hub
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.plain_yaml import read_yaml, redact, write_yaml
 from megatron_rl.files import read_json, write_atomic
@@ -75,11 +76,11 @@ def model_card(run: RunDir, name: str) -> str:
     from huggingface_hub import ModelCardData
 
     config = recorded_config(run.config)
-    base = _origin(config.model.path)
-    data = [_origin(source) for source in config.data.sources("train")]
+    base = _origin(config.model.path, "model")
+    data = {source: _origin(source, "dataset") for source in config.data.sources("train")}
     metadata = ModelCardData(
-        base_model=base[0],
-        datasets=[source for source, _ in data if source] or None,
+        base_model=base and base[0],
+        datasets=sorted({one[0] for one in data.values() if one}) or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["megatron-rl", "reinforcement-learning", config.loss.name.value],
@@ -96,10 +97,7 @@ def model_card(run: RunDir, name: str) -> str:
         "A language model trained by reinforcement learning with megatron-rl.",
         "",
         f"- Base model: {_described(base, config.model.path)}",
-        *(
-            f"- Training data: {_described(one, source)}"
-            for one, source in zip(data, config.data.sources("train"), strict=True)
-        ),
+        *(f"- Training data: {_described(one, source)}" for source, one in data.items()),
         f"- Code: {_code(env)}",
         "",
         "## Metrics",
@@ -126,18 +124,19 @@ def _license(card: Path) -> dict[str, str]:
     return {}
 
 
-def _origin(path: str) -> tuple[str | None, str]:
-    """Repository on the hub and commit of a file or folder in the hub's cache."""
+def _origin(path: str, kind: str) -> tuple[str, str] | None:
+    """Repository on the hub and commit of an id, or of a path in the hub's cache."""
+    if one := hub.parse(path, kind):
+        return one.name, one.revision if one.revision and one.pinned else "unknown"
     if found := CACHED.search(str(Path(path).resolve())):
         return f"{found[1]}/{found[2]}", found[3]
-    return None, ""
+    return None
 
 
-def _described(origin: tuple[str | None, str], path: str) -> str:
-    name, commit = origin
-    if name is None:
-        return f"`{Path(path).name}`, local, commit unknown"
-    return f"`{name}`, commit {commit or 'unknown'}"
+def _described(origin: tuple[str, str] | None, path: str) -> str:
+    if origin is None:
+        return f"`{path}`, local, commit unknown"
+    return f"`{origin[0]}`, commit {origin[1]}"
 
 
 def _code(env: Mapping[str, Any]) -> str:
