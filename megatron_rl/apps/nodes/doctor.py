@@ -2,22 +2,15 @@
 issue, and problems that would prevent a run here. Of secrets it prints only whether they are set.
 """
 
-import importlib.metadata
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
-import textwrap
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
@@ -26,220 +19,132 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import detect, installed_gib
-from megatron_rl.processes import gpu_driver, instructions
+from megatron_rl.processes.instructions import about as products
 from megatron_rl.processes.job import JOB
-from megatron_rl.processes.process import own_cores, printable
+from megatron_rl.processes.process import free_port, own_cores, printable
 from megatron_rl.processes.scratch import SHARED_MEMORY
 from megatron_rl.tracking.status import environment
 from megatron_rl.tracking.wandb_log import has_key
 
 DEADLINE_S = 8.0  # of all sections: a driver or a file system may not respond
 CONNECT_S = 4.0
-WIDTH = 100  # columns
-LEAST_GIB = 1.0  # free on a disk; checkpoints of the toy take less
-SERVE_PORT = 8000  # the default of `megatron-rl serve`
-
-
-class Finding(NamedTuple):
-    text: str
-    problems: tuple[str, ...] = ()
+LEAST_MIB = 64  # free on each disk; a container has no more shared memory by default
+PROBLEM = "PROBLEM: "
 
 
 def doctor() -> tuple[str, bool]:
     """Return the report, and whether a run can start here."""
-    found: dict[str, Finding] = {}
+    silent = f"no answer within {DEADLINE_S:g} s"
+    found = {one: silent if one in OPTIONAL else PROBLEM + silent for one in SECTIONS}
 
-    def look(name: str, section: Callable[[], Finding]) -> None:
+    def look(section: Callable[[], str]) -> None:
         try:
-            found[name] = section()
+            found[section] = section()
         except Exception as error:  # the report is for machines that are not as expected
-            found[name] = Finding(f"not known: {type(error).__name__}: {error}")
+            found[section] = f"{PROBLEM}{error}"
 
     # daemons: the process ends without those that wait for a driver or a file system
-    threads = [threading.Thread(target=look, args=one, daemon=True) for one in SECTIONS.items()]
+    threads = [threading.Thread(target=look, args=[one], daemon=True) for one in SECTIONS]
     for thread in threads:
         thread.start()
     end = time.monotonic() + DEADLINE_S
     for thread in threads:
         thread.join(max(0, end - time.monotonic()))
-    silent = f"no answer within {DEADLINE_S:g} s"
-    report = {name: found.get(name, Finding(silent, SILENT.get(name, ()))) for name in SECTIONS}
-    problems = [problem for finding in report.values() for problem in finding.problems]
-    lines = [_line(name, finding.text) for name, finding in report.items()]
-    lines += [_line("PROBLEM", problem) for problem in problems]
-    if not problems:
-        lines.append(_line("result", "no problem found that would prevent a run here"))
-    return "\n".join(lines), not problems
+    lines = [
+        f"{section.__name__:9} {printable(' '.join(text.split()))}"
+        for section, text in found.items()
+    ]
+    can_run = not any(text.startswith(PROBLEM) for text in found.values())
+    return "\n".join(lines), can_run
 
 
-def _line(name: str, text: str) -> str:
-    indent = " " * 10
-    return textwrap.fill(
-        printable(" ".join(text.split())),
-        WIDTH,
-        initial_indent=name.ljust(len(indent)),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _system() -> Finding:
+def system() -> str:
     about = environment()
-    code = "not in a repository"
-    if git := about["git"]:
-        code = git["commit"] + " (modified)" * git["modified"]
-    return Finding(f"{about['platform']}, Python {about['python']}, commit {code}")
+    return f"{about['platform']}, Python {about['python']}, repository {about['git']}"
 
 
-def _packages() -> Finding:
+def packages() -> str:
     versions = environment()["versions"]
-    text = ", ".join(f"{name} {version}" for name, version in versions.items())
-    sets = {name: _unmet(name) for name in ("cpu", "gpu")}
-    best = min(sets, key=lambda name: len(sets[name]))
-    if not sets[best]:
-        return Finding(text)
-    unmet = "; ".join(sets[best])
-    return Finding(
-        text,
-        (f"packages: {unmet}. Install them with `make EXTRA={best} install`",),
-    )
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    extra = "gpu" if "vllm" in versions else "cpu"
+    unmet = []
+    for need in map(Requirement, metadata.requires("megatron-rl") or ()):
+        if need.marker and not need.marker.evaluate({"extra": extra}):
+            continue
+        found = [one.version for one in metadata.distributions(name=need.name)][:1]
+        if not [*need.specifier.filter(found, prereleases=True)]:
+            unmet.append(f"{need.name} is {found or 'missing'}, expected {need.specifier}")
+    if unmet:
+        raise ConfigError(f"{'; '.join(unmet)}; run `make EXTRA={extra} install` ({shown})")
+    return shown
 
 
-def _unmet(extra: str) -> list[str]:
-    """Requirements of megatron-rl, with this set of engines, that are not installed."""
-    found = []
-    with suppress(importlib.metadata.PackageNotFoundError):  # imported from a source tree
-        for text in importlib.metadata.requires("megatron-rl") or ():
-            need = Requirement(text)
-            if need.marker and not need.marker.evaluate({"extra": extra}):
-                continue
-            try:
-                version = importlib.metadata.version(need.name)
-            except importlib.metadata.PackageNotFoundError:
-                found.append(f"{need.name} is not installed")
-                continue
-            if not need.specifier.contains(version, prereleases=True):
-                found.append(f"{need.name} is {version}, expected {need.specifier}")
-    return found
+def device() -> str:
+    machine = detect()
+    return f"{machine}, driver {machine.driver or 'none'}"
 
 
-def _gpu() -> Finding:
-    rows = gpu_driver.ask("name", "memory.total", "driver_version")
-    kinds = Counter(f"{name}, {memory} MiB, driver {driver}" for name, memory, driver in rows)
-    text = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if (named := os.environ.get(gpu_driver.VISIBLE)) is not None:
-        text += f" ({gpu_driver.VISIBLE}={named})"
-    text = text or "nvidia-smi lists none"
-    try:
-        with suppress(importlib.metadata.PackageNotFoundError):  # torch: see packages
-            return Finding(f"{text}; a run uses: {detect()}")
-    except ConfigError as error:
-        return Finding(text, (str(error),))
-    return Finding(text)
+def cpu() -> str:
+    how = products().get("products", {})
+    return f"{len(own_cores())} cores, {installed_gib():.0f} GiB, matrix products {how}"
 
 
-def _cpu() -> Finding:
-    products = instructions.about().get("products", {})
-    how = "".join(f"; {kind} products {by}" for kind, by in products.items())
-    return Finding(f"{len(own_cores())} cores, {installed_gib():.0f} GiB{how}")
-
-
-def _disk() -> Finding:
+def disk() -> str:
     root = Path(Config().run.root).absolute()
     folders = {
         "run.root": next(path for path in (root, *root.parents) if path.is_dir()),
         "TMPDIR": Path(tempfile.gettempdir()),
+        "sync.dir": SHARED_MEMORY,
     }
-    texts = []
-    problems = []
+    shown = []
     for name, folder in folders.items():
-        free = shutil.disk_usage(folder).free / (1 << 30)
-        texts.append(f"{name} {folder}: {free:.1f} GiB free")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            problems.append(f"{name}: {folder} cannot be written; set {name} to another folder")
-        elif free < LEAST_GIB:
-            problems.append(
-                f"{name}: {folder} has {free:.1f} GiB free, expected {LEAST_GIB:g} or more; free "
-                f"space there, or set {name} to another folder"
+        free = shutil.disk_usage(folder).free >> 20
+        shown.append(f"{name} {folder}: {free:,} MiB free")
+        if free < LEAST_MIB or not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"{shown[-1]}, expected {LEAST_MIB} in a folder that can be written; free space "
+                f"there, or set {name} to another folder"
             )
-    if SHARED_MEMORY.is_dir():
-        free = shutil.disk_usage(SHARED_MEMORY).free / (1 << 30)
-        texts.append(f"{SHARED_MEMORY}: {free:.1f} GiB free")
-    return Finding("; ".join(texts), tuple(problems))
+    return ", ".join(shown)
 
 
-def _ports() -> Finding:
-    try:
-        socket.create_server(("127.0.0.1", 0)).close()
-    except OSError as error:
-        problem = f"ports: 127.0.0.1 accepts no listener: {error.strerror}; bring up `lo`"
-        return Finding("none on 127.0.0.1", (problem,))
-    try:
-        socket.create_server(("127.0.0.1", SERVE_PORT)).close()
-    except OSError as error:
-        return Finding(
-            f"free ones on 127.0.0.1; {SERVE_PORT} (megatron-rl serve): {error.strerror}"
-        )
-    return Finding(f"free ones on 127.0.0.1, {SERVE_PORT} (megatron-rl serve) too")
+def ports() -> str:
+    return f"127.0.0.1 has free ones, such as {free_port()}"
 
 
-def _hub() -> Finding:
+def hub() -> str:
     from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import get_session
 
-    address = urlsplit(constants.ENDPOINT)
-    name = address.netloc.rpartition("@")[2]
     if constants.HF_HUB_OFFLINE:
-        return Finding(f"{name}: not used (HF_HUB_OFFLINE is set)")
-    request = urllib.request.Request(address._replace(netloc=name).geturl(), method="HEAD")
-    begun = time.monotonic()
+        return "not used (HF_HUB_OFFLINE is set)"
+    name = urlsplit(constants.ENDPOINT).hostname  # without a password
     try:
-        with urllib.request.urlopen(request, timeout=CONNECT_S):
-            pass
-    except urllib.error.HTTPError as error:
-        return Finding(f"{name}: reachable, responds with status {error.code}")
-    except OSError as error:
-        why = getattr(error, "reason", error)
-        return Finding(f"{name}: not reachable ({why}); models and data must be local")
-    return Finding(f"{name}: reachable in {time.monotonic() - begun:.1f} s")
+        response = get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
+        return f"{name}: reachable (status {response.status_code})"
+    except HTTPError as error:
+        return f"{name}: {error}; only local models and data can be used"
 
 
-def _secrets() -> Finding:
+def secrets() -> str:
     from huggingface_hub import get_token
 
     held = {
-        "Hugging Face token": bool(get_token()),
+        "Hugging Face token": get_token(),
         "W&B key": has_key(),
-        KEY_VARIABLE: bool(os.environ.get(KEY_VARIABLE)),
+        KEY_VARIABLE: os.environ.get(KEY_VARIABLE),
     }
-    return Finding(", ".join(f"{name} {'' if one else 'not '}set" for name, one in held.items()))
+    return ", ".join(f"{name} {'set' if value else 'not set'}" for name, value in held.items())
 
 
-def _slurm() -> Finding:
-    try:
-        text = subprocess.run(
-            ["sinfo", "--version"], capture_output=True, text=True, timeout=CONNECT_S, check=True
-        ).stdout
-    except FileNotFoundError:
-        return Finding("not installed")
-    if job := os.environ.get(JOB):
-        text = f"{text.strip()}, job {job}"
-    return Finding(text)
+def slurm() -> str:
+    if not shutil.which("sinfo"):
+        return "not installed"
+    ask = ["sinfo", "--version"]
+    said = subprocess.run(ask, capture_output=True, text=True, timeout=CONNECT_S).stdout
+    return f"{said.strip()}, job {os.environ.get(JOB, 'none')}"
 
 
-SECTIONS: dict[str, Callable[[], Finding]] = {
-    "system": _system,
-    "packages": _packages,
-    "GPU": _gpu,
-    "CPU": _cpu,
-    "disk": _disk,
-    "ports": _ports,
-    "hub": _hub,
-    "secrets": _secrets,
-    "Slurm": _slurm,
-}
-# a run would wait for them too
-SILENT = {
-    "GPU": ("GPU: nvidia-smi does not respond; run `dmesg`, and reset the GPU or the node",),
-    "disk": ("disk: a folder does not respond; see `df`, and set run.root or TMPDIR to another",),
-}
+SECTIONS = (system, packages, device, cpu, disk, ports, hub, secrets, slurm)
+OPTIONAL = (hub, slurm)  # a run does without

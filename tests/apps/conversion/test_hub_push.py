@@ -18,7 +18,6 @@ from megatron_rl.models.hf_folder import HfFolder
 
 NAME = "org/policy"
 COMMIT = "0123456789" * 4
-BASE_CARD = "---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n"
 LINES = [
     {"progress/step": 1, "eval/accuracy": 0.25, "loss/entropy": 1.0},
     {"progress/step": 2, "eval/accuracy": 0.5, "rollout_corr/k3_kl": 1e-4},
@@ -40,15 +39,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
 def run(tmp_path: Path) -> Path:
     """A finished run, trained from a model and a data set of the hub."""
     run = tmp_path / "runs" / "mine"
-    cache = tmp_path / "hub/datasets--org--sums/snapshots" / COMMIT
-    cache.mkdir(parents=True)
-    (cache / "train.jsonl").write_text("{}\n")
     made(run / "model", config_of("qwen3"), file_bytes=50_000)
-    (run / "model" / "README.md").write_text(BASE_CARD)
+    (run / "model" / "README.md").write_text("the base model's card")
     (run / "model" / "parity.json").write_text("{}")
     about = {
         "model": {"path": f"org/base@{COMMIT}"},
-        "data": {"train": {str(cache / "train.jsonl"): 1.0, "mine.jsonl": 1.0}},
+        "data": {"train": {f"org/sums@{COMMIT}": 1.0, "mine.jsonl": 1.0}},
         "sampler": {"vllm": {"hf_token": "secret_1"}},
     }
     (run / "config.yaml").write_text(to_yaml(from_mapping(about)))
@@ -71,20 +67,16 @@ def test_a_model_is_uploaded_with_its_card(server: HubServer, run: Path, command
 
     text = there["README.md"].decode()
     data = ModelCard(text).data.to_dict()
-    assert (data["base_model"], data["datasets"], data["license"]) == (
-        "org/base",
-        ["org/sums"],
-        "apache-2.0",
-    )
+    assert (data["base_model"], data["datasets"]) == ("org/base", ["org/sums"])
     assert {"megatron-rl", "reinforcement-learning", "ppo"} <= set(data["tags"])
-    assert f"`org/base`, commit {COMMIT}" in text
-    assert f"`org/sums`, commit {COMMIT}" in text
-    assert "`mine.jsonl`, local, commit unknown" in text
-    assert "megatron-rl 1.2, commit abc (modified)" in text
+    assert f"Base model: `org/base@{COMMIT}`" in text
+    assert f"Training data: `org/sums@{COMMIT}`" in text
+    assert "Training data: `mine.jsonl`" in text
+    assert "megatron-rl 1.2, commit abc, modified" in text
     assert "| `eval/accuracy` | 0.5 | 2 |" in text
     assert "| `rollout_corr/k3_kl` | 0.0002 | 3 |" in text
     assert "loss/entropy" not in text
-    assert f"path: org/base@{COMMIT}" in text
+    assert f"  path: org/base@{COMMIT}\n" in text
     assert "secret_1" not in text
     assert TOKEN not in text
 
@@ -105,7 +97,7 @@ def test_a_dry_run_writes_and_sends_nothing(
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert server.requests == []
     assert "base_model: org/base" in said
-    assert "model.safetensors.index.json  " in said
+    assert "\nmodel.safetensors.index.json\n" in said
     assert "parity.json" not in said
 
 
@@ -113,9 +105,8 @@ def test_what_cannot_be_pushed(
     server: HubServer, run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is refused before the first request."""
-    assert "config.yaml is missing" in command("push", run / "model", NAME, status=2)
-    assert "such as org/policy" in command("push", run, "policy", status=2)
-    assert "Repo id must use" in command("push", run, "org/a b", status=2)
+    for name in ("policy", "org/a b", f"{NAME}@main"):
+        assert "such as org/name" in command("push", run, name, status=2)
     with monkeypatch.context() as patch:
         patch.delenv("HF_TOKEN")
         assert "`hf auth login`, or set HF_TOKEN" in command("push", run, NAME, status=2)
@@ -138,11 +129,19 @@ def test_a_public_repository_is_not_taken_for_a_private_one(
 
 
 FAULTS = {
-    "token": (None, "status 401", "renew HF_TOKEN"),
-    "namespace": (Fault("POST /api/repos", status=403), "status 403", "the token may not write"),
+    "token": (None, "status 401", "use a token that may write"),
+    "namespace": (Fault("POST /api/repos", status=403), "status 403", "use a token that may write"),
     "create": (Fault("POST /api/repos", status=503), "status 503", "run the command again"),
-    "commit": (Fault("POST .*/commit", times=9, status=403), "status 403", "may not write"),
-    "large file": (Fault("PUT /cdn", times=99, status=403), "status 403", "may not write"),
+    "commit": (
+        Fault("POST .*/commit", times=9, status=403),
+        "status 403",
+        "use a token that may write",
+    ),
+    "large file": (
+        Fault("PUT /cdn", times=99, status=403),
+        "status 403",
+        "use a token that may write",
+    ),
 }
 
 
