@@ -105,7 +105,7 @@ def model_card(run: RunDir, name: str) -> str:
         base_model=base.name if base else None,
         datasets=[one.name for one in data if one] or None,
         library_name="transformers",
-        tags=["megatron-rl", "reinforcement-learning", config.loss.name],
+        tags=["megatron-rl", "reinforcement-learning", str(config.loss.name)],
     )
     metrics = {
         metric: (value, int(line["progress/step"]))

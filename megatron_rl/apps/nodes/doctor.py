@@ -13,6 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import get_session
 from packaging.requirements import Requirement
 
 from megatron_rl.config import ConfigError
@@ -113,10 +116,6 @@ def ports() -> str:
 
 
 def hub() -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import get_session
-
     if constants.HF_HUB_OFFLINE:
         return "not used (HF_HUB_OFFLINE is set)"
     name = urlsplit(constants.ENDPOINT).hostname  # without a password
@@ -128,8 +127,6 @@ def hub() -> str:
 
 
 def secrets() -> str:
-    from huggingface_hub import get_token
-
     held = {
         "Hugging Face token": get_token(),
         "W&B key": has_key(),
