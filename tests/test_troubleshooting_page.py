@@ -15,7 +15,7 @@ def quoted(text: str) -> list[str]:
     return [
         one
         for one in found
-        if ERROR.fullmatch(one) or (" " in one and not one.startswith(("megatron-rl", "hf ")))
+        if ERROR.fullmatch(one) or (" " in one and not one.startswith(("megatron-rl", "hf ", "-")))
     ]
 
 
