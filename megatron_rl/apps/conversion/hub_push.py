@@ -71,11 +71,12 @@ def push(path: Path, name: str, private: bool, dry_run: bool) -> str:
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         # a RuntimeError of an upload has the response in its cause
         cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())
         status = getattr(getattr(cause, "response", None), "status_code", None)
         hint = "check the network and HF_ENDPOINT, and run the command again; files are sent once"
         if status in (401, 403):
             hint = f"use a token that may write to {name}: run `hf auth login`, or set HF_TOKEN"
-        raise ConfigError(f"push to {name} failed (status {status}): {cause}; {hint}") from None
+        raise ConfigError(f"push to {name} failed (status {status}): {reason}; {hint}") from None
 
 
 def _files(run: RunDir) -> list[str]:
