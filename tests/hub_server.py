@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_uploads import Uploads
 
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -31,6 +32,7 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
+    private: bool = False
 
     def commit_of(self, revision: str) -> str | None:
         found = self.refs.get(revision, revision)
@@ -52,9 +54,12 @@ class Fault:
 class HubServer:
     """Repositories, faults to come, and the requests so far."""
 
+    token = TOKEN
+
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.faults: list[Fault] = []
+        self.stored: dict[str, bytes] = {}  # large files that were uploaded, by digest
         self.requests: list[str] = []  # method, path and range
         self.closed = False
         self.tokens: dict[str, set[str | None]] = {"hub": set(), "cdn": set()}
@@ -92,6 +97,11 @@ class HubServer:
         one.refs[ref] = commit
         return commit
 
+    def files(self, name: str) -> Mapping[str, bytes]:
+        """Files of a model at its newest commit."""
+        repository = self.repositories["model", name]
+        return repository.commits[repository.refs["main"]]
+
     def fetched(self) -> list[str]:
         """Names of the files whose content was requested."""
         found = [FILE.search(line) for line in self.requests if line.startswith("GET")]
@@ -123,7 +133,7 @@ class _Server:
         self._server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Uploads, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
     role: str
@@ -183,7 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
                 {"rfilename": file, "size": len(content)} | _blob(file, content, "blobId")
                 for file, content in files.items()
             ]
-            found = {"id": name, "sha": commit, "siblings": listed, "gated": repository.gated}
+            found = {"id": name, "sha": commit, "siblings": listed}
+            found |= {"gated": repository.gated, "private": repository.private}
         self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def _file(self, kind: str, name: str, revision: str, file: str) -> None:

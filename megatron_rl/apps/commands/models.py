@@ -1,5 +1,5 @@
-"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about
-a dumped update.
+"""Commands about a stored model, with their arguments: eval, chat, mismatch, push; and rerun-step,
+about a dumped update.
 """
 
 from __future__ import annotations
@@ -144,6 +144,17 @@ def add(commands: Any) -> None:
         "dump", type=Path, metavar="DUMP", help="folder, such as runs/NAME/dumps/nonfinite_12"
     )
 
+    about = "upload the exported model of a run, with a model card, to the Hugging Face hub"
+    upload = command(commands, "push", _push, about)
+    upload.add_argument(
+        "folder", type=Path, metavar="RUN", help="run directory, such as runs/quickstart"
+    )
+    upload.add_argument("repository", metavar="ORG/NAME", help="made if it does not exist")
+    upload.add_argument("--private", action="store_true", help="make it private")
+    upload.add_argument(
+        "--dry-run", action="store_true", help="print the card and the files; upload nothing"
+    )
+
 
 def _eval(options: argparse.Namespace) -> int:
     with opened(options) as (config, stored):
@@ -273,4 +284,11 @@ def _rerun_step(options: argparse.Namespace) -> int:
         from megatron_rl.apps.mismatch.rerun import rerun
 
         print(rerun(options.dump))
+    return 0
+
+
+def _push(options: argparse.Namespace) -> int:
+    from megatron_rl.apps.conversion.hub_push import push
+
+    print(push(options.folder, options.repository, options.private, options.dry_run))
     return 0

@@ -86,8 +86,16 @@ def _add_translate(commands: Any) -> None:
         help="its YAML, TOML, script or Python file; - for YAML on standard input",
     )
     overrides(translate, "variables of a script, and keys of that framework")
-    translate.add_argument(
-        "-o", type=Path, metavar="FILE", help="write the whole recipe; - for standard output"
+    output = translate.add_mutually_exclusive_group()
+    output.add_argument(
+        "-o",
+        type=Path,
+        default=Path("-"),
+        metavar="FILE",
+        help="write the recipe to FILE (default: standard output)",
+    )
+    output.add_argument(
+        "--correction", action="store_true", help="print the section correction alone"
     )
 
 
@@ -118,7 +126,7 @@ def _translate(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{item!r}: {name} is given as {given[name]} too; leave one of the two out"
             )
-    if options.o is None:
+    if options.correction:
         print(translate_file(options.framework, options.file, given), end="")
     else:
         print(write_recipe(options.framework, options.file, options.o, given), end="")

@@ -1,5 +1,5 @@
 """Commands about runs, with their arguments: report, status, watch, replay, done elsewhere;
-checkpoints, done here.
+checkpoints, done here. And doctor, about this machine.
 """
 
 import argparse
@@ -46,6 +46,9 @@ def add(commands: Any) -> None:
         "--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction"
     )
     overrides(replay, "keys of the correction, such as correction.weight.high=4")
+
+    about = "print versions, devices, disk, network and Slurm here, and what would prevent a run"
+    command(commands, "doctor", _doctor, about)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -118,3 +121,11 @@ def _replay(options: argparse.Namespace) -> int:
     names = [word for word in options.corrections if word not in overrides]
     print(replay_run(options.folder, names, [*overrides, *options.overrides]))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_rl.apps.nodes.doctor import doctor
+
+    report, can_run = doctor()
+    print(report)
+    return 0 if can_run else 1

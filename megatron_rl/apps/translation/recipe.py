@@ -1,4 +1,4 @@
-"""`megatron-rl translate -o`: another project's whole recipe as one of ours; each key of the file
+"""`megatron-rl translate`: another project's whole recipe as one of ours; each key of the file
 is translated, or listed as not needed, without a counterpart, or unknown.
 """
 
@@ -60,7 +60,7 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     if project not in projects():
         others = ", ".join(projects())
         raise TranslationError(
-            f"{project}: its correction alone is read: leave out -o, or name one of {others}"
+            f"{project}: its correction alone is translated: add --correction, or name one of {others}"
         )
     flat = native(project, path, given)
     if not flat:
@@ -201,7 +201,7 @@ def _nested(values: Values) -> dict[str, Any]:
 
 
 def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:
-    """Write the recipe, and return a short summary of the file's keys."""
+    """Write the recipe and return a short summary of the file's keys; `-`: return the recipe."""
     made = recipe(project, path, given)
     text = made.text(f"{project}: {path.name}")
     if str(to) == "-":

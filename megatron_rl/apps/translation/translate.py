@@ -1,4 +1,4 @@
-"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML.
+"""`megatron-rl translate --correction`: another project's correction settings as ours, in YAML.
 
 `translate`, which recipe.py calls too, is exact or an error: where the result is the same only
 under a condition, a note states it; where it cannot be the same, the error names key and reason.

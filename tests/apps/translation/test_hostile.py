@@ -80,7 +80,8 @@ def test_text_of_a_file_stays_in_its_comment(
     assert (status, (said + written).replace("\n", "").isprintable()) == (0, True)
     assert yaml.safe_load(written) == recipe(project, Path(name), {}).mapping
     assert "environment" not in yaml.safe_load(written)
-    assert yaml.safe_load(run(project, name, text)[1]).keys() == {"correction"}
+    section = yaml.safe_load(run(project, name, text, "--correction")[1])
+    assert section.keys() == {"correction"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,7 +113,7 @@ ${oc.decode:${oc.env:WANDB_API_KEY}}
 @pytest.mark.parametrize("key", ["foo.bar", "data.train.dataset_name", "grpo.max_num_steps"])
 def test_the_environment_is_not_read(value: str, key: str, run: Any) -> None:
     logger = "logger: {key: '${oc.env:WANDB_API_KEY}', half: env}"
-    status, said = run("nemo_rl", "a.yaml", f"{NEMO}{logger}\n{key}: ['{value}']\n", "-o", "-")
+    status, said = run("nemo_rl", "a.yaml", f"{NEMO}{logger}\n{key}: ['{value}']\n")
     assert status == (0 if key == "foo.bar" else 2)
     assert "WANDB_API_KEY" in said
     assert "8765" not in said
@@ -132,7 +133,7 @@ def test_interpolations_of_a_file_s_own_keys(run: Any, tmp_path: Path) -> None:
       {eight: 8, org: Qwen, long: 2048, dozen: 12, all: "${grpo}", self: "${other.self}",
        me: ["${..org}", "${.x}"]}
     """
-    said = run("nemo_rl", "a.yaml", text, "-o", "-")[1]
+    said = run("nemo_rl", "a.yaml", text)[1]
     ours = ("model: Qwen3-8B", "steps: 12", "prompts_per_step: 32", "max_response_tokens: 1024")
     unknown = (
         "defaults: ['ppo_trainer']",

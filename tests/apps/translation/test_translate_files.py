@@ -169,7 +169,7 @@ def test_the_command_prints_a_recipe_s_section(
     monkeypatch.setattr(
         "sys.stdin", io.StringIO("loss_fn: {use_importance_sampling_correction: true}")
     )
-    (tmp_path / "ours.yaml").write_text(command("translate", "NeMo-RL", "-"))
+    (tmp_path / "ours.yaml").write_text(command("translate", "NeMo-RL", "-", "--correction"))
     assert load(tmp_path / "ours.yaml").correction.weight.high is None
 
 
@@ -178,5 +178,6 @@ def test_the_command_on_bytes_and_an_empty_file(tmp_path: Path, command: Command
     source.write_bytes(b"\xff\xfe\x00")
     assert "theirs.yaml" in command("translate", "verl", source, status=2)
     source.write_bytes(b"")
-    section = yaml.safe_load(command("translate", "verl", source))["correction"]
+    section = yaml.safe_load(command("translate", "verl", source, "--correction"))["correction"]
     assert section["weight"]["level"] == "none"
+    assert "add --correction" in command("translate", "fireworks", source, status=2)
