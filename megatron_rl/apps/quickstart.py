@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.apps.toy_tools import write_tools
-from megatron_rl.config import ConfigError, load
+from megatron_rl.config import load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
 from megatron_rl.preflight.files import read_card
@@ -94,8 +94,6 @@ def quickstart(
     """`run` ends a configuration's run with its exit status; `check` raises what `run` would, and
     starts nothing.
     """
-    if not task.recipe.is_file():
-        raise ConfigError(f"{task.recipe}: not here; run this from the repository's folder")
     begun = time.monotonic()
     fitted = ["run.if_exists=archive", *fitting(detect(), overrides)]
     here = [override for override in overrides if override.startswith(OF_THE_MACHINE)]
