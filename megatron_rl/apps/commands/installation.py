@@ -13,7 +13,8 @@ def add(commands: Any) -> None:
     constraints.add_argument(
         "set",
         choices=("cpu", "gpu", "overrides-cpu", "overrides-gpu"),
-        help="packages for CPUs or GPUs; overrides: what replaces requirements, for --overrides of uv",
+        metavar="cpu|gpu|overrides-cpu|overrides-gpu",
+        help="set of packages; overrides-...: replaced requirements, for --overrides of uv",
     )
 
 
