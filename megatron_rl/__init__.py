@@ -4,18 +4,16 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_rl.config.layers import ConfigError
     from megatron_rl.config.load import load as load_config
     from megatron_rl.environments.environment import Answer, Environment, Step
     from megatron_rl.rewards.functions import RewardFunction
 
-__all__ = ["Answer", "ConfigError", "Environment", "RewardFunction", "Step", "load_config"]
+__all__ = ["Answer", "Environment", "RewardFunction", "Step", "load_config"]
 # read as text by pyproject.toml and tools/offline/unpack.sh
 __version__ = "0.2.0"
 
 _PLACES = {
     "Answer": "environments.environment:Answer",
-    "ConfigError": "config.layers:ConfigError",
     "Environment": "environments.environment:Environment",
     "RewardFunction": "rewards.functions:RewardFunction",
     "Step": "environments.environment:Step",

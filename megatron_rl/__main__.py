@@ -1,8 +1,6 @@
 """`python -m megatron_rl`: the command line, where the script `megatron-rl` is not on the path."""
 
-import sys
-
 from megatron_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

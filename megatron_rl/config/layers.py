@@ -70,10 +70,10 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _find_base(base: str, folder: Path) -> Path:
-    """Return a base file, or in its place the file of conf/ or recipes/ of the package."""
+    """Return a base file; if it is missing, the one of the package, such as conf/toy.yaml."""
     path = folder / base
     packaged = PACKAGE.joinpath(*path.parts[-2:])
-    if path.is_file() or path.parent.name not in ("conf", "recipes") or not packaged.is_file():
+    if path.is_file() or Path(base).is_absolute() or not packaged.is_file():
         return path
     return packaged
 
@@ -183,9 +183,8 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     else:
         named = f"{path}:"
     if not path.is_file():
-        folders = (PACKAGE / "recipes", path.parent)
-        files = [other for folder in folders for other in folder.glob("*.yaml") if other.is_file()]
-        stems = {other.stem: other for other in files}
+        others = [*(PACKAGE / "recipes").glob("*.yaml"), *path.parent.glob("*.yaml")]
+        stems = {other.stem: other for other in others if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
         hint = f"; did you mean {stems[near[0]]}?" if near else ""
         raise ConfigError(f"{named} no such file{hint}")

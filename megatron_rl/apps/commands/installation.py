@@ -19,6 +19,5 @@ def add(commands: Any) -> None:
 
 
 def _constraints(options: argparse.Namespace) -> int:
-    path = PACKAGE / "constraints" / f"{options.set}.txt"
-    print(path.read_text(encoding="utf-8"), end="")
+    print((PACKAGE / "constraints" / f"{options.set}.txt").read_text(encoding="utf-8"), end="")
     return 0

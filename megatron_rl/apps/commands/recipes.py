@@ -68,7 +68,11 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "--precision", action="store_true", help="print seconds of a step for each sampler format"
     )
-    plan.add_argument("--sbatch", action="store_true", help="print the sbatch command")
+    plan.add_argument(
+        "--sbatch",
+        action="store_true",
+        help="print the sbatch command, for the repository's folder",
+    )
     plan.add_argument(
         "--replicas", type=int, default=1, help="engines of the planned sync (default: %(default)s)"
     )
