@@ -92,7 +92,12 @@ print(json.dumps(works))
 def copied(folder: Path) -> Path:
     """Copy the tree for examples that edit it and write files there."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     return folder
 
 

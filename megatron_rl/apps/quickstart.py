@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.apps.toy_tools import write_tools
-from megatron_rl.config import ConfigError, load
+from megatron_rl.commands import recipe_file
+from megatron_rl.config import load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
 from megatron_rl.preflight.files import read_card
@@ -94,13 +95,11 @@ def quickstart(
     """`run` ends a configuration's run with its exit status; `check` raises what `run` would, and
     starts nothing.
     """
-    if not task.recipe.is_file():
-        raise ConfigError(f"{task.recipe}: not here; run this from the repository's folder")
     begun = time.monotonic()
     fitted = ["run.if_exists=archive", *fitting(detect(), overrides)]
     here = [override for override in overrides if override.startswith(OF_THE_MACHINE)]
-    warm = load(task.warm_start, [*fitted, *here])
-    config = load(task.recipe, [*fitted, *overrides])
+    warm = load(recipe_file(task.warm_start), [*fitted, *here])
+    config = load(recipe_file(task.recipe), [*fitted, *overrides])
     print(f"1/3  {task.about}")
     counts = task.write(task.data)
     print(f"     {task.data}: {counts['train']} problems to train on, {counts['test']} held out\n")

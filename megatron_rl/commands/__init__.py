@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.config.layers import find_recipe
+from megatron_rl.logs import logger
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
@@ -33,7 +35,9 @@ def overrides(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="YAML file, such as recipes/quickstart.yaml")
+    parser.add_argument(
+        "recipe", type=Path, help="YAML file, or name of an installed recipe, such as quickstart"
+    )
     overrides(parser, "overrides of the recipe, such as correction=icepop optim.lr=1e-6")
 
 
@@ -44,6 +48,12 @@ def folder_name(text: str) -> Path:
     return Path(text)
 
 
-def rewards_beside(recipe: Path) -> None:
-    """Functions of the user's are looked for in the recipe's folder too."""
-    os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(recipe))
+def recipe_file(recipe: Path) -> Path:
+    """Return the file of a recipe, here or installed; functions of the user's are looked for in its
+    folder too.
+    """
+    path = find_recipe(recipe)
+    if path != recipe:
+        logger("recipe").info(f"{recipe} is not in this folder; using {path}")
+    os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(path))
+    return path

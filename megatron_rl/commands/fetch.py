@@ -5,7 +5,7 @@ node for a job whose nodes have no network.
 import argparse
 from typing import Any
 
-from megatron_rl.commands import command, recipe_arguments
+from megatron_rl.commands import command, recipe_arguments, recipe_file
 from megatron_rl.config import ConfigError, load
 
 
@@ -21,7 +21,8 @@ def _fetch(options: argparse.Namespace) -> int:
     from megatron_rl.preflight import downloads, files
     from megatron_rl.preflight.checks import refuse
 
-    config = downloads.with_small_files(load(options.recipe, options.overrides))
+    recipe = recipe_file(options.recipe)
+    config = downloads.with_small_files(load(recipe, options.overrides))
     config = downloads.with_data(config)
     data = named_in(config)
     for path, key in data.items():

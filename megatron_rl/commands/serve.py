@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from megatron_rl.commands import command, recipe_arguments
+from megatron_rl.commands import command, recipe_arguments, recipe_file
 from megatron_rl.config import load
 from megatron_rl.config.schema import Format
 
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    config = load(options.recipe, options.overrides)
+    config = load(recipe_file(options.recipe), options.overrides)
     from megatron_rl.preflight.checks import check_served
     from megatron_rl.preflight.downloads import with_small_files
     from megatron_rl.preflight.machine import detect

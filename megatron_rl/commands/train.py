@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import hub
-from megatron_rl.commands import app, command, recipe_arguments, rewards_beside
+from megatron_rl.commands import app, command, recipe_arguments, recipe_file
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
 from megatron_rl.config.reference import explain
@@ -60,6 +60,7 @@ def add(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    options.recipe = recipe_file(options.recipe)
     if options.print_config:
         print(to_yaml(load(options.recipe, options.overrides)), end="")
         return 0
@@ -70,7 +71,6 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--on {options.on}: a machine to check for, not one to run on; add --dry-run"
         )
-    rewards_beside(options.recipe)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)

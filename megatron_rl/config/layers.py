@@ -4,7 +4,7 @@ each key.
 A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset
 (`correction: tis` is conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other
 keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of the file that names it;
-the last name counts.
+the last name counts. Recipes and bases that the working folder lacks are those of the package.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.bounds import as_written, did_you_mean
-from megatron_rl.config.plain_yaml import presets, read_preset, read_yaml
+from megatron_rl.config.plain_yaml import PACKAGE, presets, read_preset, read_yaml
 from megatron_rl.config.unknown import with_new_names
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
@@ -55,7 +55,27 @@ class Layer:
 
 def of_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     """A recipe's layers, each above those before it: its bases, its own file, each override."""
-    return [*_files(Path(recipe)), *of_overrides(overrides)]
+    return [*_files(find_recipe(recipe)), *of_overrides(overrides)]
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Return the file of a recipe that is given as a path, recipes/NAME.yaml or NAME: in the
+    working folder, else in the package.
+    """
+    path = Path(recipe)
+    named = Path("recipes", path.name.removesuffix(".yaml") + ".yaml")
+    if path.parent not in (Path(), named.parent) or path.is_file():
+        return path
+    return next((one for one in (named, PACKAGE / named) if one.is_file()), path)
+
+
+def _find_base(base: str, folder: Path) -> Path:
+    """Return a base file; if it is missing, the one of the package, such as conf/toy.yaml."""
+    path = folder / base
+    packaged = PACKAGE.joinpath(*path.parts[-2:])
+    if path.is_file() or Path(base).is_absolute() or not packaged.is_file():
+        return path
+    return packaged
 
 
 def of_overrides(overrides: Sequence[str]) -> list[Layer]:
@@ -76,7 +96,9 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
-    below = [layer for base in bases for layer in _files(path.parent / base, (*seen, path))]
+    below = [
+        layer for base in bases for layer in _files(_find_base(base, path.parent), (*seen, path))
+    ]
     where = os.path.relpath(path)
     return [*below, Layer(where, with_new_names(loaded, where))]
 
@@ -161,7 +183,8 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     else:
         named = f"{path}:"
     if not path.is_file():
-        stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
+        others = [*(PACKAGE / "recipes").glob("*.yaml"), *path.parent.glob("*.yaml")]
+        stems = {other.stem: other for other in others if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
         hint = f"; did you mean {stems[near[0]]}?" if near else ""
         raise ConfigError(f"{named} no such file{hint}")

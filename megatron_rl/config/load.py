@@ -34,7 +34,8 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
     """Return the configuration and the errors of the recipe; invalid values are null or their
     defaults.
     """
-    return _checked(layers.of_recipe(recipe, overrides), Path(recipe))
+    path = layers.find_recipe(recipe)
+    return _checked(layers.of_recipe(path, overrides), path)
 
 
 def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | None, str | None]:
@@ -97,7 +98,8 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     merged = layers.merged(given)
     if "axes" in merged:
         raise ConfigError(
-            f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
+            f"{path}: `axes` make it a grid of runs; in the repository's folder, start it by "
+            f"python tools/compare_corrections.py {path}"
         )
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:

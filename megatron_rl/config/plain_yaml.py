@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+# with conf/, recipes/ and constraints/: links in the repository, copies in a wheel
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = PACKAGE / "conf"
 PLAIN_FLOAT = re.compile(
     r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )

@@ -24,6 +24,8 @@ from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
 from megatron_rl.types import LARGEST_NUMBER, NEARLY_RIGHT, RIGHT, Verdict
 
+# a function of a recipe's: row, name of its answer column, response -> score, alone or in a mapping
+RewardFunction = Callable[[Mapping[str, Any], str, str], float | Mapping[str, Any]]
 # characters of a response, where a verifier looks at no others
 READS_LAST = {"math_dapo": math_dapo.TAIL}
 # of the environment: set by the command, for the ranks that it starts

@@ -65,7 +65,7 @@ def _way_out(run: RunDir, step: int | None) -> str:
     if step is None:
         return "no checkpoint is left to export"
     policy = checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY
-    return f"`python tools/convert.py export {policy} FOLDER` exports the checkpoint of step {step}"
+    return f"in the repository, `python tools/convert.py export {policy} FOLDER` exports the checkpoint of step {step}"
 
 
 def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:

@@ -13,7 +13,6 @@ from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.tracking.run_dir import mark_status
 
-ROOT = Path(__file__).parents[2]
 GIVEN = ["model.path=data/toy/model", "model.init=random"]
 SLOW_HOST = Machine(
     Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2"))
@@ -23,19 +22,11 @@ of_each_recipe = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def shipped(place: Path) -> Path:
-    """A folder with the shipped recipes."""
-    for name in ("recipes", "conf"):
-        (place / name).symlink_to(ROOT / name)
-    return place
-
-
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (8, 2)])
 @of_each_recipe
 def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Path) -> None:
     machine = named(f"1x{gpus}xH100-80")
-    config = load(ROOT / recipe, [*fitting(machine), *GIVEN])
+    config = load(recipe, [*fitting(machine), *GIVEN])
     assert config.learner.tensor_parallel == ranks
     assert checks.check(config, on=machine).machine == machine
 
@@ -48,10 +39,10 @@ def test_a_host_takes_the_recipes_as_they_are() -> None:
 def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(
     recipe: Path, place: Path
 ) -> None:
-    config = load(ROOT / recipe, [*fitting(SLOW_HOST), *GIVEN])
+    config = load(recipe, [*fitting(SLOW_HOST), *GIVEN])
     assert (config.learner.precision, config.sampler.engines) == (Precision.fp32, 2)
     assert checks.check(config, on=SLOW_HOST).notes == ()
-    (note,) = checks.check(load(ROOT / recipe, GIVEN), on=SLOW_HOST).notes
+    (note,) = checks.check(load(recipe, GIVEN), on=SLOW_HOST).notes
     assert note.endswith("learner.precision=fp32 sampler.engines=2")
 
 
@@ -76,20 +67,20 @@ def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
 def test_an_override_is_checked_before_the_warm_start(
     override: str,
     said: str,
-    shipped: Path,
+    place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (shipped / "runs" / "toy_sft").mkdir(parents=True)
-    (shipped / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
+    (place / "runs" / "toy_sft").mkdir(parents=True)
+    (place / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.setattr(train, "run", lambda config: pytest.fail("the warm start was begun"))
     assert cli.main(["quickstart", override]) == 2
     assert said in capsys.readouterr().err
-    assert [path.name for path in (shipped / "runs").iterdir()] == ["toy_sft"]
+    assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
 
 
 def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
-    shipped: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Config] = []
     monkeypatch.setattr(train, "run", lambda config: begun.append(config) or 7)
@@ -106,12 +97,12 @@ def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
 @pytest.mark.fault(
     "USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts"
 )
-def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(shipped: Path) -> None:
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path) -> None:
     begun = []
 
     def run(config: Config) -> int:
         begun.append(config.run.name)
-        folder = shipped / config.run.root / str(config.run.name)
+        folder = place / config.run.root / str(config.run.name)
         folder.mkdir(parents=True)
         mark_status(folder, "stopped", "asked to by SIGUSR1")
         return 0

@@ -10,7 +10,7 @@ from helpers import Command, refusal
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml, unknown
 from megatron_rl.config.load import read
-from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.config.schema import Format, Level, OnNonFinite
 from megatron_rl.config.shape import key_of
 
@@ -74,6 +74,22 @@ def test_a_preset_starts_its_section_afresh_and_keys_go_on_top(recipe: Path) -> 
     recipe.write_text("correction: {preset: seq_tis, weight: {high: 4}}\n")
     both = load(recipe).correction.weight
     assert (both.level, both.high) == (Level.sequence, 4.0)
+
+
+def test_recipes_of_the_working_folder_come_before_those_of_the_package(empty: Path) -> None:
+    assert load("dapo-qwen2.5_7b-1n8g-int8").run.name == "dapo-qwen2.5_7b-1n8g-int8"
+    assert load("recipes/tools.yaml").run.steps == 40
+    for name in ("tools", "other"):  # a folder is no recipe
+        (empty / name).mkdir()
+    (empty / "other" / "recipe.yaml").write_text("base: ../conf/tools.yaml\n")
+    assert load("other/recipe.yaml").run.steps == load(CONF / "tools.yaml").run.steps
+    for folder, steps in (("conf", 5), ("recipes", 6)):
+        (empty / folder).mkdir()
+        (empty / folder / "tools.yaml").write_text(f"run: {{steps: {steps}}}\n")
+    assert load("other/recipe.yaml").run.steps == 5
+    assert load("tools").run.steps == load("recipes/tools.yaml").run.steps == 6
+    with pytest.raises(ConfigError, match=r"other/tools.yaml: no such file"):
+        load("other/tools.yaml")
 
 
 def test_bases_merge_in_order(tmp_path: Path) -> None:

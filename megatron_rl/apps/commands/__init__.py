@@ -1,5 +1,5 @@
 """Questions on the command line, before and after a run."""
 
-from megatron_rl.apps.commands import models, recipes, runs
+from megatron_rl.apps.commands import installation, models, recipes, runs
 
-COMMANDS = (recipes, runs, models)
+COMMANDS = (recipes, runs, models, installation)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import hub
-from megatron_rl.commands import command, folder_name, overrides, rewards_beside
+from megatron_rl.commands import command, folder_name, overrides, recipe_file
 from megatron_rl.config import ConfigError, load, recorded_config
 from megatron_rl.logs import logger
 from megatron_rl.processes.process import printable
@@ -72,8 +72,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     run = run_of(options.model)
     recipe = None
     if path.suffix == ".yaml":
-        rewards_beside(path)
-        recipe = load(path, options.overrides)
+        recipe = load(recipe_file(path), options.overrides)
         path = Path(recipe.model.path)
     given = str(path)
     path = fetched(given, "MODEL")

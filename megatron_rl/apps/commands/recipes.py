@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import command, folder_name, overrides, rewards_beside, train
+from megatron_rl.commands import command, folder_name, overrides, recipe_file, train
 from megatron_rl.config import ConfigError
 
 
@@ -67,7 +67,11 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "--precision", action="store_true", help="print seconds of a step for each sampler format"
     )
-    plan.add_argument("--sbatch", action="store_true", help="print the sbatch command")
+    plan.add_argument(
+        "--sbatch",
+        action="store_true",
+        help="print the sbatch command, for the repository's folder",
+    )
     plan.add_argument(
         "--replicas", type=int, default=1, help="engines of the planned sync (default: %(default)s)"
     )
@@ -102,7 +106,8 @@ def _add_translate(commands: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from megatron_rl.apps.planner.command import Request, answer
 
-    rewards_beside(options.target)
+    if not options.target.exists():  # no model's folder or config.json
+        options.target = recipe_file(options.target)
     said, problems = answer(
         Request(**{field.name: getattr(options, field.name) for field in fields(Request)})
     )

@@ -111,7 +111,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     policy = newest.path / checkpoints.POLICY
     note = (
         f"{path} has no model/ yet, so that its newest checkpoint is taken (step {newest.step}); "
-        f"`python tools/convert.py export {policy} FOLDER` makes a model of it"
+        f"`python tools/convert.py export {policy} FOLDER`, in the repository, makes a model of it"
     )
     return StoredModel(
         _companions(path, config, hf), policy, f"{path.name}-step_{newest.step}", note
