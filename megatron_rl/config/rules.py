@@ -241,6 +241,27 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
             )
 
 
+WANDB_RUN: dict[str, tuple[type, str]] = {
+    "tags": (list, "a list of words, such as [baseline]"),
+    "group": (str, "a word"),
+    "job_type": (str, "a word"),
+    "git_commit": (bool, "true or false"),
+    "system_metrics": (bool, "true or false"),
+}
+
+
+def wandb_run(log: schema.LogSection) -> Iterator[str]:
+    for name, value in log.wandb_run.items():
+        if name not in WANDB_RUN:
+            hint = did_you_mean(name, WANDB_RUN, "did you mean {}? ")
+            yield f"log.wandb_run.{name}: no such field; {hint}there are {', '.join(WANDB_RUN)}"
+            continue
+        kind, words = WANDB_RUN[name]
+        inside = value if isinstance(value, list) else ()
+        if type(value) is not kind or not all(isinstance(one, str) for one in inside):
+            yield f"log.wandb_run.{name} is {as_written(value)}: use {words}"
+
+
 def environment(
     environment: schema.EnvironmentSection,
     rollout: schema.RolloutSection,
@@ -312,4 +333,5 @@ RULES: tuple[Rule, ...] = (
     updates,
     lora,
     alarms,
+    wandb_run,
 )
