@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -23,8 +24,7 @@ from megatron_rl.tracking.status import own_commit, read_status
 from megatron_rl.tracking.trackers import Trackers
 
 Rows = dict[int, dict[str, float]]
-ALL = [TrackerName.wandb, TrackerName.tensorboard, TrackerName.mlflow]
-LOG = LogSection(trackers=ALL, wandb=Wandb.offline)
+LOG = LogSection(trackers=[TrackerName.wandb, TrackerName.tensorboard], wandb=Wandb.offline)
 
 KILLED = """
 import math, os, signal, sys
@@ -67,28 +67,9 @@ def of_tensorboard(run: Path) -> Rows:
     return rows
 
 
-def mlflow_run(run: Path):
-    from mlflow import MlflowClient
-
-    client = MlflowClient((run / "mlflow").as_uri())
-    (experiment,) = client.search_experiments(filter_string="name = 'megatron-rl'")
-    (found,) = client.search_runs([experiment.experiment_id])
-    return client, found
-
-
-def of_mlflow(run: Path) -> Rows:
-    client, found = mlflow_run(run)
-    rows: Rows = {}
-    for name in found.data.metrics:
-        for one in client.get_metric_history(found.info.run_id, name):  # in the order of logging
-            rows.setdefault(one.step, {})[name.replace("_at_", "@")] = one.value
-    return rows
-
-
 READERS: dict[str, Callable[[Path], Rows]] = {
     "wandb": of_wandb,
     "tensorboard": of_tensorboard,
-    "mlflow": of_mlflow,
 }
 
 
@@ -130,29 +111,25 @@ def test_every_value_by_name_and_step(tmp_path: Path) -> None:
     rows = of_metrics(run)
     assert [rows[step]["loss/total"] for step in (1, 2)] == [1 / 7, -2 / 7]
     for tracker, read in READERS.items():
+        logged = read(run)
         for step, row in rows.items():
-            found = {name: read(run)[step][name] for name in row}
+            found = {name: logged[step][name] for name in row}
             assert found == pytest.approx(row, rel=1e-15, abs=0, nan_ok=True), tracker
-    assert mlflow_run(run)[1].info.status == "FAILED"
     last = max((run / "wandb").glob("offline-run-*/*.wandb"))
     assert [record.exit.exit_code for record in records(last, "exit")] == [1]
 
 
-@pytest.mark.fault(
-    "a tracker's server cannot be reached", "the run and other trackers continue, reported once"
-)
-def test_a_tracker_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:canary-19@127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+@pytest.mark.fault("a tracker cannot start", "the run and other trackers continue, reported once")
+def test_a_tracker_that_fails(run_folder: Path) -> None:
+    run_folder.mkdir()
+    (run_folder / "tensorboard").write_text("in the place of the folder")
     said = StringIO()
-    log = LogSection(trackers=[TrackerName.tensorboard, TrackerName.mlflow])
-    with start(tmp_path / "run", Config(log=log), display=PlainDisplay(said)) as recorder:
+    with start(run_folder, Config(log=LOG), display=PlainDisplay(said)) as recorder:
         recorder.log(0, {"loss/total": 1.0})
         recorder.log(1, {"loss/total": 2.0})
-    assert said.getvalue().count("mlflow: the tracker failed") == 1
-    assert "canary-19" not in said.getvalue()
-    assert of_tensorboard(tmp_path / "run") == of_metrics(tmp_path / "run")
-    assert read_status(tmp_path / "run")["state"] == "finished"
+    assert said.getvalue().count("tensorboard: the tracker failed") == 1
+    assert of_wandb(run_folder) == of_metrics(run_folder)
+    assert read_status(run_folder)["state"] == "finished"
 
 
 def test_fields_of_the_wandb_run(tmp_path: Path) -> None:
@@ -166,3 +143,84 @@ def test_fields_of_the_wandb_run(tmp_path: Path) -> None:
     assert (about.run_group, about.job_type) == ("g", "train")
     assert (about.git.commit, about.git.remote_url) == (own_commit(), "")
     assert list(records(file, "stats"))
+
+
+# rows of one attempt, killed or finished, and what the tracker holds
+ALONE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megatron_rl.config.schema import LogSection, TrackerName
+from megatron_rl.tracking.metrics_file import decode_line
+from megatron_rl.tracking.trackers import Trackers
+name, run, after, end = TrackerName(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+trackers = Trackers(LogSection(trackers=[name]), {"optim": {"lr": 0.1}}, run, after)
+for text in sys.stdin:
+    row = decode_line(text)
+    trackers.log(row["progress/step"], row)
+if end == "killed":
+    time.sleep(2)  # Trackio writes every half second
+    os.kill(os.getpid(), signal.SIGKILL)
+trackers.finish(end)
+rows = {}
+if name == "mlflow":
+    from mlflow import MlflowClient
+    client = MlflowClient((run / "mlflow").as_uri())
+    (found,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert (found.info.status, found.data.params) == ("FAILED", {"optim.lr": "0.1"})
+    for metric in found.data.metrics:
+        for one in client.get_metric_history(found.info.run_id, metric):
+            rows.setdefault(one.step, {})[metric.replace("_at_", "@")] = one.value
+else:
+    from trackio.sqlite_storage import SQLiteStorage
+    (found,) = SQLiteStorage.get_runs("megatron-rl")
+    for one in SQLiteStorage.get_logs("megatron-rl", found):
+        numbers = {key: value for key, value in one.items() if key not in ("timestamp", "step")}
+        rows.setdefault(one["step"], {}).update(numbers)
+Path(sys.argv[5]).write_text(json.dumps(rows))
+"""
+
+
+@pytest.fixture(scope="module", params=["mlflow", "trackio"])
+def tracker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A tracker that the pinned set cannot hold, and a folder with its packages."""
+    packages = tmp_path_factory.mktemp(request.param)
+    wanted = {"mlflow": "mlflow-skinny>=3", "trackio": "trackio>=0.22"}[request.param]
+    uv = Path(sys.executable).parent / "uv"
+    command = [uv, "pip", "install", "-q", "--python", sys.executable, "--target", packages, wanted]
+    if subprocess.run(command, timeout=500).returncode:
+        pytest.skip(f"{wanted} cannot be installed: no package index")
+    return request.param, packages
+
+
+def attempt(tracker, run: Path, rows: list[dict[str, float]], after: int, end: str) -> Rows:
+    name, packages = tracker
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{encode_line(row)}\n" for row in rows)
+    out = run / "out.json"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, name, str(run), str(after), end, str(out)],
+        input="".join(f"{encode_line(row)}\n" for row in rows),
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(packages), root))},
+        timeout=500,
+    )
+    assert done.returncode == (-signal.SIGKILL if end == "killed" else 0)
+    if end == "killed":
+        return {}
+    return {int(step): row for step, row in json.loads(out.read_text()).items()}
+
+
+@pytest.mark.slow
+def test_trackers_in_an_environment_of_their_own(tmp_path: Path, tracker) -> None:
+    odd = [math.nan, math.inf, 123_456_789_012, 0.1]
+    rows = [
+        {"progress/step": step, "loss/total": step / 7, "sync/bytes": value, "eval/pass@4": 0.3}
+        for step, value in enumerate(odd)
+    ]
+    attempt(tracker, tmp_path, rows, -1, "killed")
+    again = [{"progress/step": step, "loss/total": -step / 7} for step in (2, 3, 4)]
+    found = attempt(tracker, tmp_path, again, 1, "failed")
+    for step, row in of_metrics(tmp_path).items():
+        there = {name: found[step][name] for name in row}
+        assert there == pytest.approx(row, rel=1e-15, abs=0, nan_ok=True), step
