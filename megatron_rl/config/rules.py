@@ -12,6 +12,7 @@ from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective, corrects
 from megatron_rl.config.plain_yaml import redact
+from megatron_rl.config.shape import WANTED, fits
 from megatron_rl.loss.table import LOSSES
 
 Rule = Callable[..., Iterable[Any]]
@@ -241,12 +242,12 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
             )
 
 
-WANDB_RUN: dict[str, tuple[type, str]] = {
-    "tags": (list, "a list of words, such as [baseline]"),
-    "group": (str, "a word"),
-    "job_type": (str, "a word"),
-    "git_commit": (bool, "true or false"),
-    "system_metrics": (bool, "true or false"),
+WANDB_RUN: dict[str, Any] = {
+    "tags": list[str],
+    "group": str,
+    "job_type": str,
+    "git_commit": bool,
+    "system_metrics": bool,
 }
 
 
@@ -255,10 +256,8 @@ def wandb_run(log: schema.LogSection) -> Iterator[str]:
         if name not in WANDB_RUN:
             hint = did_you_mean(name, WANDB_RUN, "did you mean {}? ")
             yield f"log.wandb_run.{name}: no such field; {hint}there are {', '.join(WANDB_RUN)}"
-            continue
-        kind, words = WANDB_RUN[name]
-        inside = value if isinstance(value, list) else ()
-        if type(value) is not kind or not all(isinstance(one, str) for one in inside):
+        elif not fits(WANDB_RUN[name], value):
+            words = WANTED.get(WANDB_RUN[name], "a list, such as [baseline]")
             yield f"log.wandb_run.{name} is {as_written(value)}: use {words}"
 
 

@@ -58,9 +58,8 @@ class MlflowLog(Tracker):
         metrics = [self._metric(_name(name), value, now, step) for name, value in row.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> str:
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
         self._client.set_terminated(self._id, STATES.get(state, "KILLED"))
-        return ""
 
 
 def _name(name: str) -> str:

@@ -131,7 +131,7 @@ class Recorder:
             self._beat_at = -math.inf  # forces an immediate heartbeat
             for one in news:
                 logger("alarm").warning(one)
-            self._trackers.alarms(news, self.alarms.active)
+            self._trackers.send(lambda one: one.alarms(news, self.alarms.active))
         self._beat()
         return line
 
@@ -157,7 +157,7 @@ class Recorder:
             self._sample_at = time.monotonic()
             logger("sample").info(sample_line(shown[0]))
         if shown:
-            self._trackers.samples(step, shown)
+            self._trackers.send(lambda one: one.samples(step, shown), step)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
         """Note that the loop ends after this step: a stop was `asked`, or run.stop is reached."""

@@ -207,13 +207,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def own_commit() -> str | None:
-    """Commit of this package's repository; None if it is installed without one."""
-    state = git_state()
-    return state["commit"] if state else None
-
-
 def git_state() -> dict[str, Any] | None:
+    """Commit of this package's repository; None if it is installed without one."""
+
     def ask(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(

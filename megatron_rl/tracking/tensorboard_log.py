@@ -40,9 +40,8 @@ class TensorBoardLog(Tracker):
         ]
         self._add(step, summary=self._summary(value=values))
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> str:
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
         self._writer.close()
-        return ""
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))

@@ -29,6 +29,6 @@ class Tracker:
     def alarms(self, news: Sequence[AlarmEvent], active: Mapping[str, Any]) -> None:
         """Log alarms that were raised or cleared, and those that are active."""
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> str:
-        """Close the run with its final state and summary; return what remains to be done by hand."""
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+        """Close the run with its final state and summary."""
         raise NotImplementedError

@@ -1,40 +1,30 @@
 """The trackers of a run (`log.trackers`), all fed from the rows of metrics.jsonl.
 
-A library is imported only where it is used; `missing` finds those that are not installed.
+A library is imported only where it is used; preflight finds those that are not installed.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.config.choices import TrackerName, Wandb
 from megatron_rl.config.schema import LogSection
 from megatron_rl.logs import logger
-from megatron_rl.tracking.alarms import AlarmEvent
 from megatron_rl.tracking.metrics_file import numbers_of_file, read_metrics
 from megatron_rl.tracking.mlflow_log import MlflowLog
 from megatron_rl.tracking.tensorboard_log import TensorBoardLog
 from megatron_rl.tracking.tracker import Tracker
 from megatron_rl.tracking.trackio_log import TrackioLog
 from megatron_rl.tracking.wandb_log import WandbLog, resolve_mode
-from megatron_rl.types import Scored
 
-T = TypeVar("T")
 PACKAGES = {
     TrackerName.tensorboard: "tensorboard",
     TrackerName.mlflow: "mlflow-skinny",
     TrackerName.trackio: "trackio",
 }
 PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
-
-
-def missing(log: LogSection) -> Iterator[tuple[TrackerName, str]]:
-    """Trackers whose library is not installed, and the package that has it."""
-    for name, package in PACKAGES.items():
-        if name in log.trackers and find_spec(name) is None:
-            yield name, package
 
 
 class Trackers:
@@ -65,19 +55,22 @@ class Trackers:
                 self.log(int(row["progress/step"]), row)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        self._each(lambda one: one.log(step, row), step)
-
-    def samples(self, step: int, shown: Sequence[Scored]) -> None:
-        self._each(lambda one: one.samples(step, shown), step)
-
-    def alarms(self, news: Sequence[AlarmEvent], active: Mapping[str, Any]) -> None:
-        self._each(lambda one: one.alarms(news, active))
+        self.send(lambda one: one.log(step, row), step)
 
     def finish(self, state: str) -> None:
-        numbers = numbers_of_file(self._metrics) if self._live else {}
-        for name, left in self._each(lambda one: one.finish(state, numbers)):
-            if left:
-                logger(name).info(left)
+        numbers = numbers_of_file(self._metrics)
+        self.send(lambda one: one.finish(state, numbers))
+
+    def send(self, call: Callable[[Tracker], None], step: float = math.inf) -> None:
+        """Call every tracker that does not have this step yet."""
+        for name, tracker in list(self._live.items()):
+            if step <= tracker.held:
+                continue
+            try:
+                call(tracker)
+            except Exception as error:  # of any type: a pipe, a disk, a server
+                del self._live[name]
+                _warn(name, error)
 
     def _begin(self, name: str, make: Callable[[], Tracker]) -> None:
         try:
@@ -89,19 +82,6 @@ class Trackers:
         logger(name).info(PASSWORD.sub("", tracker.where))
         if tracker.trouble:
             logger(name).warning(tracker.trouble)
-
-    def _each(self, call: Callable[[Tracker], T], step: int | None = None) -> list[tuple[str, T]]:
-        """Call every tracker that does not have this step yet."""
-        results = []
-        for name, tracker in list(self._live.items()):
-            if step is not None and step <= tracker.held:
-                continue
-            try:
-                results.append((name, call(tracker)))
-            except Exception as error:  # of any type: a pipe, a disk, a server
-                del self._live[name]
-                _warn(name, error)
-        return results
 
 
 def _warn(name: str, error: Exception) -> None:

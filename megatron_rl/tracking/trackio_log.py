@@ -33,6 +33,5 @@ class TrackioLog(Tracker):
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=step)
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> str:
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
         self._run.finish()
-        return ""

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
 from megatron_rl.files import read_bounded, write_atomic
+from megatron_rl.logs import logger
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.tracking.alarms import AlarmEvent
-from megatron_rl.tracking.status import own_commit
+from megatron_rl.tracking.status import git_state
 from megatron_rl.tracking.tracker import PROJECT, Tracker
 from megatron_rl.types import Scored
 
@@ -99,7 +100,7 @@ class WandbRun:
             config=redact(config),
             settings=wandb.Settings(
                 disable_git=True,  # would send the address of the remote, too
-                git_commit=own_commit() if git_commit else None,
+                git_commit=(git_state() or {}).get("commit") if git_commit else None,
                 save_code=False,
                 console="off",
                 x_disable_meta=True,
@@ -123,16 +124,16 @@ class WandbRun:
 
         self.where: str = self.run.url or self._sync
 
-    def end(self, exit_code: int) -> str:
-        """Return what remains to be done by hand; empty if nothing."""
+    def end(self, exit_code: int) -> None:
         begun = time.monotonic()
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
         # its writer is a separate process: the file is complete once that has ended
         self.wandb.teardown()
         if late:
-            return f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
-        return ""
+            logger("wandb").info(
+                f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
+            )
 
     @property
     def _sync(self) -> str:
@@ -189,9 +190,9 @@ class WandbLog(Tracker):
                 self.run.alert(title, str(one), level)
         self.run.summary.update({"alarms": ", ".join(active)})
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> str:
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
         self.run.summary.update({f"summary/{name}": value for name, value in numbers.items()})
-        return self._logged.end(0 if state == "finished" else 1)
+        self._logged.end(0 if state == "finished" else 1)
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:

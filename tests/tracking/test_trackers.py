@@ -20,7 +20,7 @@ from wandb_files import logged_rows, records
 from megatron_rl.config.schema import Config, LogSection, TrackerName, Wandb
 from megatron_rl.tracking.console import PlainDisplay
 from megatron_rl.tracking.metrics_file import encode_line, read_metrics
-from megatron_rl.tracking.status import own_commit, read_status
+from megatron_rl.tracking.status import git_state, read_status
 from megatron_rl.tracking.trackers import Trackers
 
 Rows = dict[int, dict[str, float]]
@@ -141,7 +141,7 @@ def test_fields_of_the_wandb_run(tmp_path: Path) -> None:
     about = next(iter(records(file, "run"))).run
     assert [*about.tags] == ["a", "b"]
     assert (about.run_group, about.job_type) == ("g", "train")
-    assert (about.git.commit, about.git.remote_url) == (own_commit(), "")
+    assert (about.git.commit, about.git.remote_url) == (git_state()["commit"], "")
     assert list(records(file, "stats"))
 
 
