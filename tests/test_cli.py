@@ -29,6 +29,10 @@ ROOT = Path(__file__).parent.parent
         ("rollout.top_p=0.9", "rollout.top_p rollout.top_k"),
         ("sampler.vllm.logprobs_mode=raw_logprobs", "sampler.vllm.logprobs_mode remove it"),
         ("log.wandb=online", "log.wandb WANDB_API_KEY"),
+        ("log.trackers=[tensorbord]", "log.trackers tensorboard"),
+        ("log.trackers=[trackio]", "log.trackers pip install trackio"),
+        ("log.wandb_run.tag=[a]", "log.wandb_run.tag tags"),
+        ("log.wandb_run.tags=[{a: 1}]", "log.wandb_run.tags [baseline]"),
     ],
 )
 def test_bad_input_is_refused(

@@ -134,6 +134,13 @@ class Wandb(StrEnum):
     online = "online"
 
 
+class TrackerName(StrEnum):
+    wandb = "wandb"
+    tensorboard = "tensorboard"  # event files in the run folder
+    mlflow = "mlflow"  # the server of MLFLOW_TRACKING_URI, or files in the run folder
+    trackio = "trackio"  # a database in the run folder
+
+
 class Forward(StrEnum):
     bf16 = "bf16"  # unquantized layers, in learner.precision
     # layers that are quantized in the sampler use its arithmetic

@@ -12,6 +12,7 @@ from megatron_rl.config.bounds import as_written, did_you_mean
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective, corrects
 from megatron_rl.config.plain_yaml import redact
+from megatron_rl.config.shape import WANTED, fits
 from megatron_rl.loss.table import LOSSES
 
 Rule = Callable[..., Iterable[Any]]
@@ -241,6 +242,25 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
             )
 
 
+WANDB_RUN: dict[str, Any] = {
+    "tags": list[str],
+    "group": str,
+    "job_type": str,
+    "git_commit": bool,
+    "system_metrics": bool,
+}
+
+
+def wandb_run(log: schema.LogSection) -> Iterator[str]:
+    for name, value in log.wandb_run.items():
+        if name not in WANDB_RUN:
+            hint = did_you_mean(name, WANDB_RUN, "did you mean {}? ")
+            yield f"log.wandb_run.{name}: no such field; {hint}there are {', '.join(WANDB_RUN)}"
+        elif not fits(WANDB_RUN[name], value):
+            words = WANTED.get(WANDB_RUN[name], "a list, such as [baseline]")
+            yield f"log.wandb_run.{name} is {as_written(value)}: use {words}"
+
+
 def environment(
     environment: schema.EnvironmentSection,
     rollout: schema.RolloutSection,
@@ -312,4 +332,5 @@ RULES: tuple[Rule, ...] = (
     updates,
     lora,
     alarms,
+    wandb_run,
 )

@@ -61,6 +61,7 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Sleep,
     Stat,
     Transport,
+    TrackerName,
     Wandb,
     When,
 )
@@ -262,7 +263,12 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    wandb: Wandb = Wandb.none  # logging to W&B (docs/guides/monitoring.md)
+    # where metrics are logged besides metrics.jsonl (docs/guides/monitoring.md), such as
+    # [wandb, tensorboard]
+    trackers: list[TrackerName] = field(default_factory=list)
+    wandb: Wandb = Wandb.none  # mode of W&B; with wandb in log.trackers, none is auto
+    # fields of the W&B run: tags, group, job_type; true sends git_commit, system_metrics
+    wandb_run: dict[str, Any] = field(default_factory=dict)
     record_every: Count = 10  # steps between rollout files (Parquet, with both logprobs); 0: never
     # steps in which torch.profiler traces the learner, such as [3], on one rank per pipeline stage
     profile_steps: Annotated[
@@ -275,6 +281,12 @@ class LogSection:
     # settings of the alarms in docs/guides/monitoring.md, by name: off, warn, stop, a bound, or {stop: bound};
     # such as {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def wandb_mode(self) -> Wandb:
+        if self.wandb is Wandb.none and TrackerName.wandb in self.trackers:
+            return Wandb.auto
+        return self.wandb
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,9 @@ def _way_out(value: object, key: Key) -> str:
         return f"use a {'list' if key.container is list else 'mapping'} of sections{null}"
     if type(value) is int and int in key.kinds:
         return f"use a whole number of at most {LARGEST}"
+    for inner in get_args(key.kind):
+        if is_enum(inner):
+            return f"use a list of {', '.join(inner)}{null}"
     return f"use {' or '.join(WANTED[one] for one in key.kinds if one in WANTED)}{null}"
 
 

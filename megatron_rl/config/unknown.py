@@ -63,7 +63,7 @@ _LONG_AGO = {
     "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
     "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
     "learner.fp8": "set learner.megatron.fp8",
-    "log.group": "set the environment variable WANDB_RUN_GROUP",
+    "log.group": "set log.wandb_run.group",
     "log.project": "set the environment variable WANDB_PROJECT",
     "sync.probe_layers": "megatron-rl mismatch shows the same points; leave it out",
 }
@@ -187,6 +187,7 @@ _OF_OTHERS = {
     "data.answer_key": "label_key",
     "data.chat_template_kwargs": "apply_chat_template",
     "reward.name": "rm_type custom_rm_path reward_funcs reward_manager remote_rm_url",
+    "log.trackers": "report_to loggers use_wandb use_tensorboard use_mlflow",
     "reward.overlong_buffer": "overlong_buffer_len",
     "reward.overlong_filter": "mask_truncated_completions",
 }

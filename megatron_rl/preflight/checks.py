@@ -286,5 +286,10 @@ ALONE: tuple[Rule, ...] = (
     files.vocabulary,
     files.end_of_text,
 )
-TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
+TO_FIND: tuple[Rule, ...] = (
+    files.absent_model,
+    files.absent_data,
+    files.absent_key,
+    files.absent_trackers,
+)
 ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -4,6 +4,7 @@ and tokenizer. `read_card`: config.json of a model, from conf/model/ if its fold
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import downloads
+from megatron_rl.tracking.trackers import PACKAGES
 from megatron_rl.tracking.wandb_log import resolve_mode
 
 LARGEST_TOKENIZER = 256 << 20
@@ -96,9 +98,19 @@ def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:
 
 def absent_key(log: schema.LogSection) -> Iterator[Absent]:
     try:
-        resolve_mode(log.wandb)
+        resolve_mode(log.wandb_mode)
     except (ValueError, RuntimeError) as error:
         yield Absent("a key for W&B (log.wandb)", str(error))
+
+
+def absent_trackers(log: schema.LogSection) -> Iterator[Absent]:
+    for name, package in PACKAGES.items():
+        if name in log.trackers and find_spec(name) is None:
+            error = (
+                f"log.trackers: {name} needs the package {package}, which is not installed; run "
+                f"`pip install {package}`, or leave {name} out"
+            )
+            yield Absent(f"the package {package} (log.trackers)", error)
 
 
 def absent_servers(sampler: schema.SamplerSection) -> Iterator[Absent]:

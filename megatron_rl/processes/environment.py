@@ -24,7 +24,15 @@ FOR_REWARDS = re.compile(
     r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
 )
 # of a learner, for rank 0 only
-DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
+DRIVER_SECRETS = frozenset(
+    {
+        "WANDB_API_KEY",
+        "MLFLOW_TRACKING_PASSWORD",
+        "MLFLOW_TRACKING_TOKEN",
+        "TRACKIO_WRITE_TOKEN",
+        KEY_VARIABLE,
+    }
+)
 # Caches of compiled code, which is read and executed: some default locations are world-writable.
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",

@@ -1,1 +1,1 @@
-"""The record of a run: its directory, metrics, status, console and W&B."""
+"""The record of a run: its directory, metrics, status, console and trackers."""

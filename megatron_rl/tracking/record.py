@@ -1,5 +1,5 @@
-"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json up to
-the final state.
+"""Recorder of a run on the driver: metrics, ledger, rollouts, console, trackers, and status.json
+up to the final state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.config.schema import IfExists, LogSection
 from megatron_rl.logs import Formatter, logger, replace_handlers
 from megatron_rl.processes import heartbeat
 from megatron_rl.tracking.alarms import Alarms
@@ -27,11 +27,12 @@ from megatron_rl.tracking.causes import Cause, of_error
 from megatron_rl.tracking.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.tracking.disk import Disk, LineFile
 from megatron_rl.tracking.metrics import UnknownMetricWarning, unknown
-from megatron_rl.tracking.metrics_file import as_numbers, encode_line, numbers_of_file, read_metrics
+from megatron_rl.tracking.metrics_file import as_numbers, encode_line, read_metrics
 from megatron_rl.tracking.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.tracking.status import beat, mark_status
 from megatron_rl.tracking.timeline import PhaseClock, Span, encode_spans, throughput
-from megatron_rl.tracking.wandb_log import WandbLog, resolve_mode
+from megatron_rl.tracking.trackers import Trackers
+from megatron_rl.tracking.wandb_log import resolve_mode
 from megatron_rl.types import Scored
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Recorder:
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
-        mode = resolve_mode(config.wandb)
+        resolve_mode(config.wandb_mode)  # raises before anything is written
         moved = ""
         self.run = RunDir(run_dir)
         if not claimed_for_this_process(run_dir):  # else by a launcher
@@ -84,13 +85,10 @@ class Recorder:
         self._other_handlers = replace_handlers([self._log_handler])
         self._log = logger("run")
         self._disk = Disk(self.run)
-        self._wandb: WandbLog | None = None
         if moved:
             self._log.info(moved)
-        if mode is not Wandb.none:
-            resolved = read_yaml(resolved_yaml)
-            self._wandb = WandbLog(resolved, run_dir, mode, self._last_step)
         self._note_places()
+        self._trackers = Trackers(config, read_yaml(resolved_yaml), run_dir, self._last_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -123,8 +121,7 @@ class Recorder:
         self._disk.write_line(self.run.metrics, encode_line(line))
         self._disk.write_line(self.run.timeline, encode_spans(step, self.clock.spans))
         self.clock.spans.clear()
-        if self._wandb:
-            self._wandb.log(step, line)
+        self._trackers.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
@@ -134,8 +131,7 @@ class Recorder:
             self._beat_at = -math.inf  # forces an immediate heartbeat
             for one in news:
                 logger("alarm").warning(one)
-            if self._wandb:
-                self._wandb.alarms(news, self.alarms.active)
+            self._trackers.send(lambda one: one.alarms(news, self.alarms.active))
         self._beat()
         return line
 
@@ -160,8 +156,8 @@ class Recorder:
         if shown and time.monotonic() - self._sample_at > SAMPLE_S:
             self._sample_at = time.monotonic()
             logger("sample").info(sample_line(shown[0]))
-        if shown and self._wandb:
-            self._wandb.samples(step, shown)
+        if shown:
+            self._trackers.send(lambda one: one.samples(step, shown), step)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
         """Note that the loop ends after this step: a stop was `asked`, or run.stop is reached."""
@@ -196,8 +192,7 @@ class Recorder:
             extra = {"file_only": LAUNCHER in os.environ}
             self._log.error(cause.paragraph(), extra=extra)
         self._log.info(describe_contents(self.run))
-        if self._wandb and (left := self._wandb.close(state, numbers_of_file(self.run.metrics))):
-            logger("wandb").info(left)
+        self._trackers.finish(state)
         replace_handlers(self._other_handlers)
         self._log_handler.close()
         if self.run.lock:
@@ -224,14 +219,9 @@ class Recorder:
 
     def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))
-        wandb = self._wandb
         self._log.info(f"directory {path}")
         self._log.info(f"metrics: tail -f {path}/metrics.jsonl")
         self._log.info(f"logs: tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        if wandb:
-            logger("wandb").info(wandb.where)
-        if wandb and wandb.trouble:
-            logger("wandb").warning(wandb.trouble)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines

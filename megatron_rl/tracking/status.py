@@ -203,13 +203,15 @@ def environment() -> dict[str, Any]:
         "host": instructions.about(),
         "versions": versions,
         "devices": devices,
-        "git": _git(Path(__file__).parent),
+        "git": git_state(),
     }
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
+def git_state() -> dict[str, Any] | None:
+    """Commit of this package's repository; None if it is installed without one."""
+
     def ask(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()

@@ -1,6 +1,6 @@
 """Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often
-resumed; comparisons take `WandbRun` alone. W&B is imported only where it is used, and gets no
-arguments, git or machine data.
+resumed; comparisons take `WandbRun` alone. W&B is imported only where it is used. It gets no
+arguments, and a commit or system metrics only by `log.wandb_run`.
 """
 
 import configparser
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_rl.config.plain_yaml import redact
@@ -21,12 +21,11 @@ from megatron_rl.files import read_bounded, write_atomic
 from megatron_rl.logs import logger
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.tracking.alarms import AlarmEvent
-from megatron_rl.tracking.metrics_file import read_metrics
+from megatron_rl.tracking.status import git_state
+from megatron_rl.tracking.tracker import PROJECT, Tracker
 from megatron_rl.types import Scored
 
-T = TypeVar("T")
 SERVER = "https://api.wandb.ai"
-PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # seconds to wait for the server to respond
 FINISH_S = 20.0  # shorter than the launcher's wait for a finished driver
@@ -72,7 +71,15 @@ def resolve_mode(asked: Wandb) -> Wandb:
 class WandbRun:
     """A run at W&B: online if its server answers in time, else written for a later `wandb sync`."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: Any) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        folder: Path,
+        mode: Wandb,
+        git_commit: bool = False,
+        system_metrics: bool = False,
+        **about: Any,
+    ) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -92,11 +99,12 @@ class WandbRun:
             dir=str(folder),
             config=redact(config),
             settings=wandb.Settings(
-                disable_git=True,
+                disable_git=True,  # would send the address of the remote, too
+                git_commit=(git_state() or {}).get("commit") if git_commit else None,
                 save_code=False,
                 console="off",
                 x_disable_meta=True,
-                x_disable_stats=True,
+                x_disable_stats=not system_metrics,
                 init_timeout=INIT_S,
                 finish_timeout=FINISH_S,
             ),
@@ -114,20 +122,18 @@ class WandbRun:
                 why = next(iter(str(error).splitlines()), type(error).__name__)
                 self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
-    @property
-    def where(self) -> str:
-        return self.run.url or self._sync
+        self.where: str = self.run.url or self._sync
 
-    def finish(self, exit_code: int) -> str:
-        """Return what remains to be done by hand; empty if nothing."""
+    def end(self, exit_code: int) -> None:
         begun = time.monotonic()
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
         # its writer is a separate process: the file is complete once that has ended
         self.wandb.teardown()
         if late:
-            return f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
-        return ""
+            logger("wandb").info(
+                f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
+            )
 
     @property
     def _sync(self) -> str:
@@ -135,11 +141,10 @@ class WandbRun:
         return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
 
 
-class WandbLog(WandbRun):
-    """Log of a training run at W&B, where a resumed run is the same run.
+class WandbLog(Tracker):
+    """Log of a training run at W&B.
 
     Steps that an attempt logged after its last checkpoint are logged again by the next attempt.
-    Online, steps that W&B lacks come from metrics.jsonl.
     """
 
     def __init__(
@@ -147,26 +152,22 @@ class WandbLog(WandbRun):
         resolved: Mapping[str, Any],
         run_dir: Path,
         mode: Wandb,
-        resumes_after: int | None = None,
+        resumes_after: int,
+        about: Mapping[str, Any],
     ) -> None:
-        self._gone = False
-        self._held = -1  # the last step that W&B has
-        if resumes_after is not None and (run_dir / ID).is_file():
-            self._held = resumes_after
-        super().__init__(in_columns(resolved), run_dir, mode)
-        if self.online:
-            self._held = self.run.starting_step - 1
-        if (run_dir / "metrics.jsonl").is_file():
-            for line in read_metrics(run_dir / "metrics.jsonl"):
-                self.log(int(line["progress/step"]), line)
+        if (run_dir / ID).is_file():
+            self.held = resumes_after
+        self._logged = WandbRun(in_columns(resolved), run_dir, mode, **about)
+        self.run = self._logged.run
+        self.where = self._logged.where
+        self.trouble = self._logged.trouble
+        if self._logged.online:
+            self.held = self.run.starting_step - 1
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._held:
-            self._send(lambda: self.run.log(dict(metrics), step=step))
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self.run.log(dict(row), step=step)
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
-        if step <= self._held:
-            return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [
             [
@@ -177,8 +178,8 @@ class WandbLog(WandbRun):
             ]
             for one in shown
         ]
-        table = self.wandb.Table(columns=head, data=rows)
-        self._send(lambda: self.run.log({"samples": table}, step=step))
+        table = self._logged.wandb.Table(columns=head, data=rows)
+        self.run.log({"samples": table}, step=step)
 
     def alarms(self, news: Sequence[AlarmEvent], active: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
@@ -186,28 +187,12 @@ class WandbLog(WandbRun):
             if one.raised:
                 title = f"{self.run.name}: {one.alarm}"[:63]
                 level = "ERROR" if one.stops else "WARN"
-                self._send(partial(self.run.alert, title, str(one), level))
-        self._send(lambda: self.run.summary.update({"alarms": ", ".join(active)}))
+                self.run.alert(title, str(one), level)
+        self.run.summary.update({"alarms": ", ".join(active)})
 
-    def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
-        """Log the run's own numbers in its summary; return what remains to be done by hand."""
-        numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
-        self._send(lambda: self.run.summary.update(numbers))
-        return self._send(lambda: self.finish(0 if state == "finished" else 1)) or ""
-
-    def _send(self, say: Callable[[], T]) -> T | None:
-        """Call W&B, whose process may be killed without ending the run."""
-        if self._gone:
-            return None
-        try:
-            return say()
-        except Exception as error:  # errors of its pipe or its service, of any type
-            self._gone = True
-            logger("wandb").warning(
-                f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
-                "without it; metrics.jsonl has every step."
-            )
-            return None
+    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+        self.run.summary.update({f"summary/{name}": value for name, value in numbers.items()})
+        self._logged.end(0 if state == "finished" else 1)
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Reader of the files that W&B writes of offline runs: LevelDB's log format of protobuf records."""
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,20 @@ def records(path: Path, kind: str) -> Iterator[Any]:
 
 def logged_steps(path: Path) -> list[int]:
     return [record.history.step.num for record in records(path, "history")]
+
+
+def logged_rows(path: Path) -> dict[int, dict[str, float]]:
+    """Numbers of each step, without W&B's own."""
+    rows: dict[int, dict[str, float]] = {}
+    for record in records(path, "history"):
+        values = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        rows[record.history.step.num] = {
+            name: float(value) for name, value in values.items() if not name.startswith("_")
+        }
+    return rows
 
 
 def _pieced(content: bytes) -> Iterator[bytes]:

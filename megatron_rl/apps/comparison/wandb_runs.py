@@ -11,7 +11,7 @@ from megatron_rl.apps.comparison.findings import summary
 from megatron_rl.apps.comparison.page import bars, curves
 from megatron_rl.apps.reports.run_data import RunData
 from megatron_rl.checkpoint.resume import flatten
-from megatron_rl.config.schema import Wandb
+from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.tracking.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS
 from megatron_rl.tracking.wandb_log import ID, WandbRun, in_columns, resolve_mode
 
@@ -22,7 +22,7 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
     """Log a comparison at W&B; returns where it is seen or how it is sent there, empty where runs
     were not logged.
     """
-    asked = {Wandb(run.setting("log.wandb", "none")) for run in runs} - {Wandb.none}
+    asked = {_mode(run) for run in runs} - {Wandb.none}
     if not asked:
         return ""
     mode = next(one for one in (Wandb.online, Wandb.auto, Wandb.offline) if one in asked)
@@ -44,8 +44,13 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
     )
     logged.run.summary.update(_summary(comparison))
     where = logged.where
-    logged.finish(0)
+    logged.end(0)
     return where
+
+
+def _mode(run: RunData) -> Wandb:
+    mode = Wandb(run.setting("log.wandb", "none"))
+    return LogSection(trackers=run.setting("log.trackers", []), wandb=mode).wandb_mode
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], list[list[Any]]]:
