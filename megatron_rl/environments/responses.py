@@ -27,7 +27,6 @@ SUPPORTED = {
     "include": ([[]], "there is nothing to include; leave it out"),
     "previous_response_id": ([], "responses are not stored; send the previous items in input"),
 }
-Event = tuple[str, dict[str, Any]]  # type and fields
 
 
 class ResponsesRequest(msgspec.Struct):
@@ -105,7 +104,7 @@ def _reply(given: Mapping[str, Any], response: PolicyResponse) -> dict[str, Any]
     if not given.get("stream"):
         return whole
     begun = {**whole, "status": "in_progress", "output": [], "usage": None}
-    found: list[Event] = [("created", {"response": begun})]
+    found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
     for place, (item, steps) in enumerate(items):
         where = {"output_index": place, "item_id": item["id"], "content_index": 0}
         steps.append(("output_item.done", {"item": item}))
@@ -117,13 +116,15 @@ def _reply(given: Mapping[str, Any], response: PolicyResponse) -> dict[str, Any]
     )
 
 
-def _items(name: str, message: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Event]]]:
+def _items(
+    name: str, message: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
     """Yield the items of a message, its text and its calls, each with the events before its end."""
     calls = message.get("tool_calls", [])
     text = message["content"]
     item: dict[str, Any]
     if text or not calls:
-        part = {"type": "output_text", "text": text, "annotations": []}
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
         item = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]}
         yield (
             {**item, "status": "completed"},
@@ -131,18 +132,15 @@ def _items(name: str, message: Mapping[str, Any]) -> Iterator[tuple[dict[str, An
                 ("output_item.added", {"item": {**item, "content": []}}),
                 ("content_part.added", {"part": {**part, "text": ""}}),
                 ("output_text.delta", {"delta": text}),
-                ("output_text.done", {"text": text}),
             ],
         )
     for call in calls:
         item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
         item |= call["function"]
-        arguments = item["arguments"]
         yield (
             {**item, "status": "completed"},
             [
                 ("output_item.added", {"item": {**item, "arguments": ""}}),
-                ("function_call_arguments.delta", {"delta": arguments}),
-                ("function_call_arguments.done", {"arguments": arguments}),
+                ("function_call_arguments.delta", {"delta": item["arguments"]}),
             ],
         )
