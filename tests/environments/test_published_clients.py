@@ -17,8 +17,9 @@ import pytest
 import torch
 from environments.chats import APPENDS, ROW, SPECIAL, folder_of
 from environments.scripted_policy import call
+from preloaded import forking
 from safetensors.torch import save_file
-from tiny_engine import forking, make_settings
+from tiny_engine import make_settings
 from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -29,7 +30,7 @@ from megatron_rl.environments.agent import Gateway
 from megatron_rl.environments.session import PolicyClient, Rules
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import SamplingParams, ToolFormat
+from megatron_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent / "published"
@@ -72,8 +73,7 @@ def write_model(folder: Path) -> FolderTokenizer:
     weights = {
         name: torch.zeros_like(one) for name, one in Qwen3ForCausalLM(hf).state_dict().items()
     }
-    embedding = weights["model.embed_tokens.weight"]
-    embedding[range(size), range(size)] = 1.0
+    weights["model.embed_tokens.weight"].fill_diagonal_(1.0)
     weights["model.norm.weight"].fill_(1.0)
     first = [tokenizer.token_to_id(CALL), tokenizer.token_to_id(ANSWER)]
     weights["lm_head.weight"][first, found.encode("\n")[0]] = 1.0
@@ -120,11 +120,19 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("engine")
     tokenizer = write_model(folder / "hf")
-    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "load_format": "safetensors"}
+    vllm = {
+        "model": str(folder / "hf"),
+        "load_format": "safetensors",
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 100 << 20,
+    }
     settings = replace(make_settings(vllm=vllm), max_tokens=CONTEXT)
-    with forking(), Sampler(settings, folder / "hf", folder) as sampler:
-        with closing(Served(sampler, tokenizer)) as served:
-            yield served
+    with (
+        forking(),
+        Sampler(settings, folder / "hf", folder) as sampler,
+        closing(Served(sampler, tokenizer)) as served,
+    ):
+        yield served
 
 
 @pytest.fixture(scope="module")
