@@ -48,6 +48,7 @@ OWNED_ARGUMENTS = frozenset(
         "root_path",
     }
 )
+SPECULATIVE = frozenset({"speculative_config", "spec_method", "spec_model", "spec_tokens"})
 
 
 def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Iterator[str]:
@@ -128,6 +129,11 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
     overrides = sampler.vllm.get("hf_overrides")
     if isinstance(overrides, Mapping) and "head_dtype" in overrides:
         yield "sampler.vllm.hf_overrides.head_dtype: model.head_precision sets it, in the learner too; remove it"
+    for name in sorted(SPECULATIVE & set(sampler.vllm)):
+        yield (
+            f"sampler.vllm.{name}: speculative decoding is not supported: weight updates do not "
+            "reach draft models, and logprobs of accepted drafts are not verified; remove it"
+        )
     for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
         yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
 

@@ -1,5 +1,5 @@
-"""HTTP gateway that serves the policy to a user's agent as OpenAI chat completions; runs one agent
-per conversation.
+"""HTTP gateway that serves the policy to a user's agent as OpenAI's chat completions and responses;
+runs one agent per conversation.
 
 A turn of an agent is a request to the engines like any other; its tokens are recorded as those of
 any turn (conversation.py), if the complete response was sent while the client was connected, and
@@ -18,10 +18,22 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
+from megatron_rl.environments.completions import (
+    MODEL,
+    ParsedRequest,
+    Refused,
+    chat_request,
+    request_object,
+)
 from megatron_rl.environments.conversation import Turn
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, PolicyClient, TemplateError
+from megatron_rl.environments.responses import responses_request
+from megatron_rl.environments.session import (
+    ContextFull,
+    PolicyClient,
+    PolicyResponse,
+    TemplateError,
+)
 from megatron_rl.processes.unauthenticated import (
     UNAUTHENTICATED_S,
     UnauthenticatedConnections,
@@ -38,6 +50,7 @@ STOP_S = 2.0  # for a client that is still sending a refused request
 UNAUTHENTICATED = UnauthenticatedConnections()
 TOGETHER = 16  # connections accepted at once: agents open many together
 BACKLOG = 1024  # connections that wait to be accepted
+PARSERS = {"chat/completions": chat_request, "responses": responses_request}  # by path
 
 
 @dataclass
@@ -181,13 +194,13 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
     if (request.method, path) == ("GET", "models"):
         models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]
         return web.json_response({"object": "list", "data": models})
-    if (request.method, path) != ("POST", "chat/completions"):
-        raise Refused(404, f"{request.method} /{path[:60]}: there are chat/completions and models")
+    if request.method != "POST" or path not in PARSERS:
+        known = ", ".join((*PARSERS, "models"))
+        raise Refused(404, f"{request.method} /{path[:60]}: there are {known}")
     policy, transcript, rules = opened.policy, opened.policy.transcript, opened.policy.rules
     try:
-        asked = await policy.apart(
-            partial(chat_request, await _body(request, rules.context_tokens))
-        )
+        body = await _body(request, rules.context_tokens)
+        parsed = await policy.apart(lambda: PARSERS[path](request_object(body)))
         if opened.answers >= rules.section.max_turns:
             transcript.end = "turns"
             raise Refused(
@@ -197,7 +210,7 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
             )
         opened.answers += 1
         try:
-            return await _completed(opened, request, asked)
+            return await _completed(opened, request, parsed)
         except BaseException:
             opened.answers -= 1
             raise
@@ -212,12 +225,12 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
 
 
 async def _completed(
-    opened: Opened, request: web.BaseRequest, asked: dict[str, Any]
+    opened: Opened, request: web.BaseRequest, parsed: ParsedRequest
 ) -> web.Response:
     """Send the policy's response; ConnectionError if the client had disconnected."""
     transcript = opened.policy.transcript
     connection = request.protocol
-    async with opened.policy.turn_response(**asked) as response:
+    async with opened.policy.turn_response(**parsed.arguments) as response:
         if transcript.end != "turns":
             transcript.end = "done"  # clears an earlier "length" end
         turns = transcript.turns
@@ -229,7 +242,7 @@ async def _completed(
             finish_reason=response.completion.finish_reason,
             tool_calls=len(response.message.get("tool_calls", [])),
         )
-        reply = web.json_response(completion(response))
+        reply = _reply(parsed, response)
         await reply.prepare(request)
         await reply.write_eof()  # prepare and this raise it, too
         if request.transport is None:
@@ -237,6 +250,16 @@ async def _completed(
     assert isinstance(connection, Connection)
     connection.unread = partial(opened.unread, transcript.conversation.turns[place])
     return reply
+
+
+def _reply(parsed: ParsedRequest, response: PolicyResponse) -> web.Response:
+    """Return the reply to a request. Events are one body of known length: a client that closes
+    the connection after the last event has then read all of it.
+    """
+    written = parsed.write(response)
+    if isinstance(written, str):
+        return web.Response(text=written, content_type="text/event-stream")
+    return web.json_response(written)
 
 
 async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:

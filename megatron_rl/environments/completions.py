@@ -7,7 +7,8 @@ such fields are ignored, as agents send them by default, and so are those that i
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,11 +30,12 @@ IGNORED = (
         "repetition_penalty",
     ),
     *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    "stream_options",  # usage is always sent
 )
 # supported values of fields, and the hint for any other value
 FIXED: Mapping[str, tuple[list[Any], str]] = {
     "model": ([MODEL], f"there is {MODEL!r} alone"),
-    "stream": ([False], "streaming is not supported; leave it out"),
+    "stream": ([True, False], "true or false"),
     "n": ([1], "one response per request; ask again for another"),
     "logprobs": ([False], "the run keeps them, agents get none; leave it out"),
     "response_format": (
@@ -72,10 +74,11 @@ class Function(msgspec.Struct):
 
 class Named(msgspec.Struct):
     function: Function
+    type: Literal["function"] = "function"
 
 
 class Part(msgspec.Struct):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]  # the latter two of the Responses API
     text: str
 
 
@@ -95,10 +98,16 @@ class ChatRequest(msgspec.Struct):
     stop: Text | Annotated[list[Text], Meta(max_length=16)] | None = None
 
 
-def chat_request(body: bytes) -> dict[str, Any]:
-    """Return the arguments of PolicyClient.turn_response; Refused names the invalid field of the
-    request.
-    """
+@dataclass(frozen=True)
+class ParsedRequest:
+    """Arguments of PolicyClient.turn_response, and the writer of the reply."""
+
+    arguments: dict[str, Any]
+    write: Callable[[PolicyResponse], dict[str, Any] | str]  # JSON, or server-sent events
+
+
+def request_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request."""
     try:
         given = json.loads(body)
         json.dumps(given, ensure_ascii=False).encode()  # unpaired surrogates cannot be encoded
@@ -106,24 +115,36 @@ def chat_request(body: bytes) -> dict[str, Any]:
         raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
     if not isinstance(given, dict):
         raise Refused(400, "the request is no JSON object")
+    return given
+
+
+def checked(given: Mapping[str, Any], kind: Any, fixed: Mapping[str, Any]) -> Any:
+    """Return a request as a struct of this kind; Refused names the first invalid field."""
     for name, value in given.items():
-        if value is not None and name not in (*ChatRequest.__struct_fields__, *IGNORED):
-            taken, why = FIXED.get(name, ([], "this field is not supported; leave it out"))
+        if value is not None and name not in (*kind.__struct_fields__, *IGNORED):
+            taken, why = fixed.get(name, ([], "this field is not supported; leave it out"))
             # neither true nor 1.0 passes as 1
             if not any(type(value) is type(one) and value == one for one in taken):
                 raise Refused(400, why, field=name[:60])
     try:
-        known = msgspec.convert(given, ChatRequest)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
-        raise Refused(400, what, field=where.strip(".`") or "messages") from None
-    return {
+        field = where.strip(".`") or kind.__struct_fields__[0]
+        raise Refused(400, what, field=field) from None
+
+
+def chat_request(given: Mapping[str, Any]) -> ParsedRequest:
+    """Parse a request of chat completions."""
+    known = checked(given, ChatRequest, FIXED)
+    arguments = {
         "messages": [_message(one) for one in given["messages"]],
         "tools": given.get("tools") or [] if given.get("tool_choice") != "none" else [],
         "max_tokens": known.max_completion_tokens or known.max_tokens,
         "stops": [known.stop] if isinstance(known.stop, str) else known.stop or [],
         "most_calls": 1 if given.get("parallel_tool_calls") is False else None,
     }
+    return ParsedRequest(arguments, _chunk if given.get("stream") else completion)
 
 
 def completion(response: PolicyResponse) -> dict[str, Any]:
@@ -153,6 +174,21 @@ def completion(response: PolicyResponse) -> dict[str, Any]:
             "total_tokens": response.asked + count,
         },
     }
+
+
+def events(objects: Iterable[Mapping[str, Any]]) -> str:
+    """Return objects as server-sent events."""
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in objects)
+
+
+def _chunk(response: PolicyResponse) -> str:
+    """Return the reply with a response as one chunk, as calls are parsed from complete responses."""
+    chunk = completion(response)
+    (choice,) = chunk["choices"]
+    choice["delta"] = choice.pop("message")
+    for place, call in enumerate(choice["delta"].get("tool_calls", [])):
+        call["index"] = place
+    return events([{**chunk, "object": "chat.completion.chunk"}]) + "data: [DONE]\n\n"
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

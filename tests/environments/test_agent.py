@@ -134,7 +134,7 @@ REFUSED = {
     "no stop": ({**HELLO, "stop": ""}, "stop: "),
 }
 CANNOT = [
-    ("stream", True),
+    ("stream", 1),
     ("n", 2),
     ("n", 1.0),
     ("logprobs", True),

@@ -24,6 +24,7 @@ MISTAKES = {
     "sampler.vllm.gpu_memory_utilization=3": "share",
     "sampler.vllm.max_model_len=5": "20 tokens",
     "sampler.vllm.hf_overrides.head_dtype=float32": "model.head_precision",
+    "sampler.vllm.speculative_config={method: ngram}": "weight updates do not reach",
     "sampler.start_timeout_s=.inf": "inf",
     "sampler.engines=1000000000": "at most",
     "learner.megatron.hidden_dropout=banana": "banana",

@@ -1,5 +1,5 @@
-"""Adapter for environments of PyPI's verifiers below 0.4, as an agent: they ask a run's gateway as they would
-an OpenAI endpoint.
+"""Environments of PyPI's verifiers as an agent: they send requests to a run's gateway as to an
+OpenAI endpoint.
 
 With `python`, an interpreter that has verifiers where this project's has not, that interpreter
 plays them in a process of its own, which runs this file without the rest of the project.
@@ -13,6 +13,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 MODEL = "policy"
@@ -24,7 +25,9 @@ LARGEST = 16 << 20
 class Agent:
     """Plays the environment `name`, loaded with `arguments`: its task number `index` of each row.
 
-    A row without `index` is the task itself, as in verifiers' data sets (prompt, answer, info).
+    Below verifiers 0.4, a row without `index` is the task itself, as in verifiers' data sets
+    (prompt, answer, info). From 0.4 on, `name` is the taskset, and `arguments` its environment's
+    configuration.
     """
 
     def __init__(
@@ -56,10 +59,12 @@ class Agent:
 
 
 async def play(asked: Mapping[str, Any]) -> dict[str, float]:
-    """The reward of one rollout, and its metrics."""
+    """Return the reward of one rollout, and its metrics."""
+    os.environ["OPENAI_API_KEY"] = asked["key"]
+    if find_spec("verifiers.v1.env"):
+        return await _episode(asked)
     from verifiers.types import ClientConfig
 
-    os.environ["OPENAI_API_KEY"] = asked["key"]
     environment = _loaded(asked["name"], json.dumps(asked["arguments"]))
     row = asked["row"]
     if "index" in row:
@@ -75,6 +80,25 @@ async def play(asked: Mapping[str, Any]) -> dict[str, float]:
     if output.get("error"):
         raise RuntimeError(f"{asked['name']}: {output['error']}")
     return {**(output["metrics"] or {}), "reward": float(output["reward"])}
+
+
+async def _episode(asked: Mapping[str, Any]) -> dict[str, float]:
+    """Play a task of verifiers 0.4; return its reward and metrics."""
+    from verifiers import v1
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    settings = {**asked["arguments"]}
+    settings["taskset"] = {**settings.get("taskset", {}), "id": asked["name"]}
+    environment = load_environment(resolve_env_config(settings))
+    (task,) = environment.taskset.include(idx=[int(asked["row"]["index"])])
+    client = v1.EvalClientConfig(base_url=asked["base_url"], api_key_var="OPENAI_API_KEY")
+    async with environment.serving():
+        episode = await environment.run_episode(task, v1.ModelContext(MODEL, client))
+    if not episode.ok:
+        errors = [one.message for part in (episode, *episode.traces) for one in part.errors]
+        raise RuntimeError(f"{asked['name']}: {errors}")
+    (trace,) = episode.traces
+    return {**trace.metrics, "reward": float(trace.reward)}
 
 
 @cache
