@@ -19,9 +19,8 @@ apt-get install --yes --no-install-recommends "${packages[@]}"
 rm -rf /var/lib/apt/lists/*
 
 # Ubuntu's image has a user with this id, which is the one that most bind mounts belong to.
-existing=$(getent passwd 1000 | cut -d: -f1)
-if [[ -n $existing ]]; then
-  userdel --remove "$existing"
+if existing=$(getent passwd 1000); then
+  userdel --remove "${existing%%:*}"
 fi
 useradd --create-home --uid 1000 megatron
 
