@@ -65,7 +65,9 @@ class Machine:
         else:
             suite = ["bookworm"]
         made = subprocess.run(
-            ["debootstrap", "--variant=minbase", *suite, str(root)], capture_output=True, text=True
+            [*NAMESPACES, "debootstrap", "--variant=minbase", *suite, str(root)],
+            capture_output=True,
+            text=True,
         )
         if made.returncode:
             pytest.skip(f"debootstrap: {made.stdout[-300:]}{made.stderr[-300:]}")
