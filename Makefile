@@ -56,6 +56,7 @@ test-recipes: install-dev
 	@$(BIN)/python -m pytest --recipes tests/test_recipes.py
 
 lint: install-dev
+	@$(BIN)/shellcheck docker/*.sh && $(BIN)/hadolint docker/Dockerfile
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/python tools/size.py
 
 # Does the gpu extra still resolve as one set? Nothing is installed.

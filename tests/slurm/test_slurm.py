@@ -28,6 +28,7 @@ SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 def test_shellcheck_finds_nothing() -> None:
     scripts = [
         *SHELL,
+        *(ROOT / "docker").glob("*.sh"),
         *(ROOT / "tools").rglob("*.sh"),
         *(ROOT / ".ci").iterdir(),
     ]
