@@ -126,13 +126,9 @@ def list_files(one: HubId) -> Listing:
     from huggingface_hub import HfApi
 
     with _explained(one):
-        about = HfApi().repo_info(
-            one.name,
-            revision=one.revision,
-            repo_type=one.kind,
-            files_metadata=True,
-            timeout=TIMEOUT_S,
-        )
+        api = HfApi()
+        ask = api.model_info if one.kind == "model" else api.dataset_info
+        about = ask(one.name, revision=one.revision, files_metadata=True, timeout=TIMEOUT_S)
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     return Listing(replace(one, revision=about.sha), sizes)
 

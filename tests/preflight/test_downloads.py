@@ -68,8 +68,8 @@ def test_without_the_hub_a_dry_run_plans_from_the_card(server: HubServer, comman
         "fetch      Qwen/Qwen3-0.6B (model.path): config, tokenizer and .safetensors; siz" in said
     )
     assert "model      Qwen/Qwen3-0.6B, 596.05M parameters" in said
-    said = command.dry_run(*TINY[:1], "model.path=Qwen/Qwen3-0.6B", "rollout.max_prompt_tokens=9",
-                           recipe=RECIPE)  # fmt: skip
+    small = ("cluster=cpu", "model.path=Qwen/Qwen3-0.6B", "rollout.max_prompt_tokens=9")
+    said = command.dry_run(*small, recipe=RECIPE)
     assert "the data is not checked" in said
     said = command("train", RECIPE, "--dry-run", *TINY, status=2)
     assert "error: model.path: org/tiny was not received" in said

@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         OPENRLHF,
         {},
         {
-            "model.path": "models/Llama-3-8b",
+            "model.path": "OpenRLHF/Llama-3-8b",
             "loss.clip_high": 0.27,
             "sampler.engines": 4,
             "learner.n_minibatches": 4,
