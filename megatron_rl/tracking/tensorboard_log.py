@@ -25,7 +25,7 @@ class TensorBoardLog(Tracker):
             self.held = resumes_after
         self.where = f"tensorboard --logdir {folder}"
         self._writer = EventFileWriter(str(folder))
-        # readers drop the later steps of earlier attempts, which this one repeats
+        # TensorBoard drops the later steps of earlier attempts, which this one repeats
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(self.held + 1, session_log=start)
 

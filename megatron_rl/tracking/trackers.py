@@ -52,7 +52,8 @@ class Trackers:
                 self._begin(name, make)
         if self._live and self._metrics.is_file():
             for row in read_metrics(self._metrics):
-                self.log(int(row["progress/step"]), row)
+                if row["progress/step"] <= after:  # later steps are repeated
+                    self.log(int(row["progress/step"]), row)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self.send(lambda one: one.log(step, row), step)

@@ -165,7 +165,7 @@ class WandbLog(Tracker):
             self.held = self.run.starting_step - 1
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        self.run.log(dict(row), step=step)
+        self.run.log(dict(row), step=step, commit=True)  # else held until the next step
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
