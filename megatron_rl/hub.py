@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +119,14 @@ def cached(one: HubId, patterns: Sequence[str]) -> Path | None:
         return Path(snapshot_download(local_files_only=True, **_arguments(one, patterns)))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def in_words(sizes: Collection[int]) -> str:
+    """Describe a download by its number of files and their size."""
+    nbytes = sum(sizes)
+    if nbytes < 1e9:
+        return f"{len(sizes)} files to download, {nbytes / 1e6:.1f} MB"
+    return f"{len(sizes)} files to download, {nbytes / 1e9:.1f} GB"
 
 
 def list_files(one: HubId) -> Listing:

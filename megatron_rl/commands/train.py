@@ -111,8 +111,12 @@ def plan_run(
         config = downloads.from_cache(config)
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
-        config = downloads.with_data(config, network=ranks == "local")
-        checked = _check_place(config, checked, dry=True)
+        try:
+            config = downloads.with_data(config, network=ranks == "local")
+            checked = _check_place(config, checked, dry=True)
+        except downloads.Unreachable as error:
+            note = f"the data is not checked, as it is not here: {error}"
+            checked = replace(checked, notes=(*checked.notes, note))
     summary = app("planner.summary")
     print(
         summary.describe(config, checked, changed)

@@ -19,6 +19,12 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.schema import Config
 from megatron_rl.data.layouts import SUFFIXES
+from megatron_rl.logs import logger
+
+
+class Unreachable(ConfigError):
+    """The hub gave no answer; it may give one later, or elsewhere."""
+
 
 REFERENCE = re.compile(
     r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?(?:\[([\w.-]+)\])?", re.ASCII
@@ -51,9 +57,16 @@ class HubDataset:
             one = replace(self, id=replace(self.id, revision=card.name))
             splits = one._splits(key)
             one = replace(one, split=self._choose(key, list(splits)))
-            if get(one.id, _patterns(splits[str(one.split)])) is None:
+            patterns = _patterns(splits[str(one.split)])
+            if network and hub.cached(one.id, patterns) is None:
+                sizes = one._sizes()
+                needed = hub.in_words([sizes[name] for name in splits[str(one.split)]])
+                logger("hub").info(f"{one} ({key}): {needed}, into {hub.cache()}")
+            if get(one.id, patterns) is None:
                 raise self._incomplete(key)
             return one
+        except hub.HubUnreachable as error:
+            raise Unreachable(f"{key}: {error}") from None
         except hub.HubError as error:
             raise ConfigError(f"{key}: {error}") from None
 
@@ -76,8 +89,8 @@ class HubDataset:
             return files
         return self._converted(key, folder, files)
 
-    def _names(self) -> list[str]:
-        """Names of the repository's files, which a download has left in the cache."""
+    def _sizes(self) -> dict[str, int]:
+        """Names and bytes of the repository's files, which a download has left in the cache."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -86,14 +99,16 @@ class HubDataset:
                 self.id.name, repo_type=self.id.kind, revision=self.id.revision
             )
         except CachedRepoTreeNotFoundError:
-            return []
-        return [file.path for file in found if not {"..", "/"} & set(Path(file.path).parts)]
+            return {}
+        return {
+            file.path: file.size for file in found if not {"..", "/"} & set(Path(file.path).parts)
+        }
 
     def _splits(self, key: str) -> dict[str, list[str]]:
         """Names of each split's files. They are found among empty files of the same names."""
         from datasets import get_dataset_config_names, load_dataset_builder
 
-        names = self._names()
+        names = list(self._sizes())
         card = None
         if CARD in names:
             card = hub.cached(self.id, [CARD])
@@ -175,6 +190,19 @@ def named_in(config: Config) -> dict[str, str]:
     found = dict.fromkeys(config.data.sources("train"), "data.train")
     found |= {one.path: one.key for one in held_out(config)}
     return {path: key for path, key in found.items() if parse(path)}
+
+
+def missing_in(config: Config) -> list[str]:
+    """Describe the data sets of the hub that a configuration names and the cache lacks."""
+    found = []
+    for path, key in named_in(config).items():
+        one = parse(path)
+        try:
+            if one is not None:
+                one.fetch(key, network=False)
+        except ConfigError:
+            found.append(f"{path} ({key})")
+    return found
 
 
 def pinned(config: Config, recorded: Config | None = None, network: bool = True) -> Config:

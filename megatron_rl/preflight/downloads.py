@@ -11,12 +11,9 @@ from megatron_rl import hub
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, IfExists, ModelInit
 from megatron_rl.data import hub_sets
+from megatron_rl.data.hub_sets import Unreachable
 from megatron_rl.hub import HubError, HubId, HubUnreachable
 from megatron_rl.logs import logger
-
-
-class Unreachable(ConfigError):
-    """The hub gave no answer; it may give one later, or elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Download:
         return sum(self.sizes.values())
 
     def __str__(self) -> str:
-        return f"{self.reference}, {len(self.sizes)} files to download, {_size(self.nbytes)}"
+        return f"{self.reference}, {hub.in_words(self.sizes.values())}"
 
 
 def references(config: Config) -> list[Reference]:
@@ -125,14 +122,16 @@ def fetched(text: str, key: str, weights: bool = True) -> Path:
 
 def preview(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration and what a start would download, as far as the hub answers."""
+    data = hub_sets.missing_in(config)
     try:
         config = with_small_files(config)
-        return config, [str(one) for one in outstanding(config)]
+        return config, [*map(str, outstanding(config)), *data]
     except Unreachable as error:
         config = _with_recorded_commit(config)
-        return config, [
+        model = [
             f"{one}; sizes unknown: {str(error).partition(': ')[2]}" for one in references(config)
         ]
+        return config, [*model, *data]
 
 
 def _with_recorded_commit(config: Config) -> Config:
@@ -185,12 +184,6 @@ def _outstanding(one: Reference) -> Download | None:
             "left; free space, or set HF_HOME to another folder"
         )
     return needed
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1e9:
-        return f"{nbytes / 1e6:.1f} MB"
-    return f"{nbytes / 1e9:.1f} GB"
 
 
 @contextmanager

@@ -83,11 +83,10 @@ def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[A
     if any(Path(value).is_relative_to("data/toy") for _, value in given):
         hint = "`megatron-rl toy` makes the toy's data"
     for key, value in given:
+        if parse(value):
+            continue  # it is fetched, or reported by downloads.py
         if not all(file.is_file() for file in data_files(key, Path(value))):
-            error = f"{key}: no file {value!r}; {hint}"
-            if parse(value):
-                error = ""  # reported by its download
-            yield Absent(f"{value} ({key})", error)
+            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {hint}")
 
 
 def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:

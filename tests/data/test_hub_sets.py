@@ -182,6 +182,7 @@ def test_a_resumed_run_keeps_its_commits_without_the_hub(
         ("train.json", b'[{"prompt": "1+1?", "answer": "2"}]'),
         ("train.jsonl.gz", gzip.compress(lines({"prompt": "1+1?", "answer": "2"}))),
     ],
+    ids=["csv", "json", "jsonl.gz"],
 )
 def test_other_formats_become_arrow_files(
     name: str, content: bytes, hub: HubServer, tokenizer: FolderTokenizer
