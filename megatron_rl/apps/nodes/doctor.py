@@ -63,7 +63,10 @@ def doctor() -> tuple[str, bool]:
 
 def system() -> str:
     about = environment()
-    return f"{about['platform']}, Python {about['python']}, repository {about['git']}"
+    commit = "none"
+    if git := about["git"]:
+        commit = git["commit"] + " (modified)" * git["modified"]
+    return f"{about['platform']}, Python {about['python']}, commit {commit}"
 
 
 def packages() -> str:
@@ -88,8 +91,9 @@ def device() -> str:
 
 
 def cpu() -> str:
-    how = products().get("products", {})
-    return f"{len(own_cores())} cores, {installed_gib():.0f} GiB, matrix products {how}"
+    kinds = products().get("products", {}).items()
+    how = ", ".join(f"{format} {where}" for format, where in kinds)
+    return f"{len(own_cores())} cores, {installed_gib():.0f} GiB, matrix products: {how}"
 
 
 def disk() -> str:
@@ -140,7 +144,8 @@ def slurm() -> str:
         return "not installed"
     ask = ["sinfo", "--version"]
     said = subprocess.run(ask, capture_output=True, text=True, timeout=CONNECT_S).stdout
-    return f"{said.strip()}, job {os.environ.get(JOB, 'none')}"
+    version = said.strip() or "installed, but not configured"
+    return f"{version}, job {os.environ.get(JOB, 'none')}"
 
 
 SECTIONS = (system, packages, device, cpu, disk, ports, hub, secrets, slurm)
