@@ -88,7 +88,9 @@ class Served:
 
     def __init__(self, sampler: Sampler, tokenizer: FolderTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.turns = sampler.turns(SamplingParams(samples=1, max_tokens=16), patient=True)
+        stops = tokenizer.stop_token_ids
+        params = SamplingParams(samples=1, max_tokens=16, stop_token_ids=stops)
+        self.turns = sampler.turns(params, patient=True)
         self.loop = EventLoopThread("gateway", lambda: RuntimeError("closed"))
         self.gateway = Gateway()
         self.loop.call(self.gateway.open())

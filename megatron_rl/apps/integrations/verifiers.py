@@ -61,7 +61,7 @@ class Agent:
 async def play(asked: Mapping[str, Any]) -> dict[str, float]:
     """Return the reward of one rollout, and its metrics."""
     os.environ["OPENAI_API_KEY"] = asked["key"]
-    if find_spec("verifiers.v1.env"):
+    if _has_tasksets():
         return await _episode(asked)
     from verifiers.types import ClientConfig
 
@@ -99,6 +99,14 @@ async def _episode(asked: Mapping[str, Any]) -> dict[str, float]:
         raise RuntimeError(f"{asked['name']}: {errors}")
     (trace,) = episode.traces
     return {**trace.metrics, "reward": float(trace.reward)}
+
+
+def _has_tasksets() -> bool:
+    """Return True from verifiers 0.4 on."""
+    try:
+        return find_spec("verifiers.v1.env") is not None
+    except ModuleNotFoundError:  # no verifiers.v1
+        return False
 
 
 @cache

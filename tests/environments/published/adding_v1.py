@@ -34,3 +34,6 @@ class SumTaskset(vf.Taskset[SumTask]):
 
 
 __all__ = ["SumTaskset"]
+
+if __name__ == "__main__":
+    Adder.run()  # the process of its tools
