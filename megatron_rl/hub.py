@@ -144,12 +144,19 @@ def list_files(one: HubId) -> Listing:
 def download(one: HubId, patterns: Sequence[str]) -> Path:
     """Download the matching files that are not in the cache; return their folder.
 
-    A lost connection continues where it was lost. A file gets its name when it is complete.
+    A lost connection continues where it was lost. A file gets its name when it is complete. If the
+    hub does not answer, files in the cache are used.
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(one):
-        return Path(snapshot_download(**_arguments(one, patterns)))
+    try:
+        with _explained(one):
+            return Path(snapshot_download(**_arguments(one, patterns)))
+    except HubUnreachable:
+        folder = cached(one, patterns)
+        if folder is None:
+            raise
+        return folder
 
 
 def _arguments(one: HubId, patterns: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 )
 @pytest.mark.usefixtures("empty")
 def test_the_toy_is_no_advice_for_a_large_model(command: Command) -> None:
-    said = command.refused(recipe=ROOT / "recipes" / "dapo_int8.yaml")
+    files = ("model.path=models/a", "data.train=data/a.parquet", "data.eval=data/a.parquet")
+    said = command.refused("run.device=cpu", *files, recipe=ROOT / "recipes" / "dapo_int8.yaml")
     assert "model.path: no config.json" in said
     assert "data.train: no file" in said
     assert "toy" not in said

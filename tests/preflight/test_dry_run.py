@@ -116,8 +116,10 @@ def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Com
     said = planned(command, recipe, "1x8xH100-80")
     assert "8 x H100 " in said
     assert "8190.74M parameters" in said  # as published: 8.2B
-    brought = [line for line in said.splitlines() if line.startswith("missing: ")]
-    assert [line.split()[-1] for line in brought] == ["(model.path)", "(data.train)", "(data.eval)"]
+    fetched = [line.split() for line in said.splitlines() if line.startswith("fetch ")]
+    keys = [words[2].rstrip(":") for words in fetched]
+    assert keys == ["(model.path)", "(data.train)", "(data.eval)"]
+    assert "missing: " not in said
     assert list(empty.iterdir()) == []
 
 
