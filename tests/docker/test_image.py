@@ -18,6 +18,7 @@ DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 DEFINITION = (ROOT / "docker" / "megatron-rl.def").read_text()
 HOME = "/opt/megatron-rl"  # of the project in the image
 NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+CERTIFICATES = "/certificates.crt"
 SETTINGS = ("PIP_", "UV_", "SSL_", "http_proxy", "https_proxy")  # of package indexes
 
 
@@ -71,10 +72,11 @@ class Machine:
         )
         if made.returncode:
             pytest.skip(f"debootstrap: {made.stdout[-300:]}{made.stderr[-300:]}")
-        certificates = ssl.get_default_verify_paths().cafile
-        if certificates:
-            self.copy(Path(certificates), certificates)
         self.env = {key: value for key, value in os.environ.items() if key.startswith(SETTINGS)}
+        certificates = ssl.get_default_verify_paths().cafile
+        if certificates:  # not where the package ca-certificates writes its own
+            self.copy(Path(certificates), CERTIFICATES)
+            self.env |= {"PIP_CERT": CERTIFICATES, "SSL_CERT_FILE": CERTIFICATES}
         self.wheels = [
             folder for folder in self.env.get("PIP_FIND_LINKS", "").split() if Path(folder).is_dir()
         ]
