@@ -85,7 +85,8 @@ class Machine:
         place = self.root / target.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, place, symlinks=True, ignore=ignored, dirs_exist_ok=True)
         else:
             shutil.copy(source, place)
 
