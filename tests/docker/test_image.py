@@ -96,10 +96,13 @@ class Machine:
             place = self.root / folder.lstrip("/")
             place.mkdir(parents=True, exist_ok=True)
             mounts.append(f"mount --bind {folder} {place}")
-        inside = shlex.join(["chroot", f"--userspec={user}", str(self.root), "sh", "-c", command])
+        settings = [f"{name}={value}" for name, value in env.items()]
+        inside = shlex.join(
+            ["chroot", f"--userspec={user}", str(self.root), "env", *settings, "sh", "-c", command]
+        )
         done = subprocess.run(
             [*NAMESPACES, "sh", "-ec", "\n".join([*mounts, f"exec {inside}"])],
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **self.env, **env},
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **self.env},
             capture_output=True,
             text=True,
         )
