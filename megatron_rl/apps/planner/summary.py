@@ -96,7 +96,7 @@ def settings(section: Any, *always: str) -> str:
 
 def changed(changes: Sequence[str]) -> list[tuple[str, str]]:
     """Rows of the keys that differ from the recipe's base."""
-    return [("changed" if place == 0 else "", change) for place, change in enumerate(changes)]
+    return [("from base" if place == 0 else "", change) for place, change in enumerate(changes)]
 
 
 def arithmetic(learner: LearnerSection) -> str:

@@ -113,7 +113,16 @@ def _agreement(runs: Sequence[RunData]) -> list[Panel]:
         apart[stale] = "old tokens"
         apart["sync/probe_abs_diff"] = "same version"
     tokens = sum(len(run.tokens.weights) for run in runs if run.tokens)
-    ratio = f"Learner over sampler probability of {tokens:,} recorded tokens; dashed: bounds."
+    ratio = (
+        f"Learner over sampler probability of {tokens:,} recorded tokens; dashed: bounds of token "
+        "weights (those of rows and turns act on products)."
+    )
+    acted = {
+        "rollout_corr/rollout_is_ratio_fraction_high": "above the bound",
+        "rollout_corr/rollout_is_ratio_fraction_low": "below",
+        "rollout_corr/rollout_rs_masked_fraction": "rejected",
+    }
+    share = "Share of ratios outside the weight's bounds, and of tokens that rules reject"
     ages = "Mean |difference| of trained tokens, of old ones, and right after a sync"
     return [
         _curves(runs, "Mismatch KL", "KL(sampler, learner) per token", kl, sampled=True, **NATS),
@@ -121,6 +130,7 @@ def _agreement(runs: Sequence[RunData]) -> list[Panel]:
             runs, "Effective sample size", "Of the applied weights, a share", size, sampled=True
         ),
         Panel("Importance ratio", ratio, figures.ratio_histogram(runs)),
+        _curves(runs, "Effect of the correction", share, acted, sampled=True, from_zero=True),
         _curves(runs, "Logprob probe after sync", "Mean |difference|", probe, markers=True, **NATS),
         _curves(runs, "Numerics and staleness", ages, apart, sampled=True, markers=True, **NATS),
         *(
