@@ -9,7 +9,8 @@ import glob
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,26 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.layouts import SUFFIXES
 from megatron_rl.logs import logger
 
-
-class Unreachable(ConfigError):
-    """The hub gave no answer; it may give one later, or elsewhere."""
-
-
 REFERENCE = re.compile(
     r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?(?:\[([\w.-]+)\])?", re.ASCII
 )
 CARD = "README.md"  # names configurations and their files
 CONVERTED = (".json", ".jsonl", ".csv", ".tsv")  # also compressed
+
+
+class Unreachable(ConfigError):
+    """The hub gave no answer; it may give one later, or elsewhere."""
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Name the key in errors of the hub."""
+    try:
+        yield
+    except hub.HubUnreachable as error:
+        raise Unreachable(f"{key}: {error}") from None
+    except hub.HubError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class HubDataset:
         get: Callable[[hub.HubId, list[str]], Path | None] = hub.cached
         if network:
             get = hub.download
-        try:
+        with naming(key):
             card = get(self.id, [CARD])  # a download leaves the list of files, too
             if card is None:
                 raise self._incomplete(key)
@@ -65,10 +76,6 @@ class HubDataset:
             if get(one.id, patterns) is None:
                 raise self._incomplete(key)
             return one
-        except hub.HubUnreachable as error:
-            raise Unreachable(f"{key}: {error}") from None
-        except hub.HubError as error:
-            raise ConfigError(f"{key}: {error}") from None
 
     def _incomplete(self, key: str) -> ConfigError:
         return ConfigError(

@@ -2,8 +2,7 @@
 it starts, and what a dry run would download.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from megatron_rl import hub
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, IfExists, ModelInit
 from megatron_rl.data import hub_sets
-from megatron_rl.data.hub_sets import Unreachable
-from megatron_rl.hub import HubError, HubId, HubUnreachable
+from megatron_rl.data.hub_sets import Unreachable, naming
+from megatron_rl.hub import HubId
 from megatron_rl.logs import logger
 
 
@@ -65,18 +64,14 @@ def with_small_files(config: Config) -> Config:
     one = hub.parse(config.model.path)
     if one is None:
         return config
-    with _named("model.path"):
+    with naming("model.path"):
         folder = hub.download(one, hub.SMALL_FILES)
     return _with_commit(config, one, folder)
 
 
 def with_data(config: Config, network: bool = True) -> Config:
     """Return the configuration with the data sets in the cache, by commit and split."""
-    recorded = config.run.folder / "config.yaml"
-    before = None
-    if config.run.if_exists is IfExists.resume and recorded.is_file():
-        before = recorded_config(recorded)
-    return hub_sets.pinned(config, before, network)
+    return hub_sets.pinned(config, _recorded(config), network)
 
 
 def from_cache(config: Config) -> Config:
@@ -104,7 +99,7 @@ def fetch(downloads: Sequence[Download], say: Callable[[str], None]) -> None:
     for one in downloads:
         say(f"{one}, into {hub.cache()}")
     for one in downloads:
-        with _named(one.reference.key):
+        with naming(one.reference.key):
             hub.download(one.reference.id, one.reference.patterns)
 
 
@@ -113,7 +108,7 @@ def fetched(text: str, key: str, weights: bool = True) -> Path:
     one = hub.parse(text)
     if one is None:
         return Path(text)
-    with _named(key):
+    with naming(key):
         folder = hub.download(one, hub.SMALL_FILES)
     if needed := _outstanding(_model(key, replace(one, revision=folder.name), weights)):
         fetch([needed], logger("hub").info)
@@ -137,12 +132,19 @@ def preview(config: Config) -> tuple[Config, list[str]]:
 def _with_recorded_commit(config: Config) -> Config:
     """Use the commit of the run to be resumed, unless the recipe names a revision."""
     one = hub.parse(config.model.path)
-    recorded = config.run.folder / "config.yaml"
-    if one and not one.revision and config.run.if_exists is IfExists.resume and recorded.is_file():
-        before = hub.parse(recorded_config(recorded).model.path)
+    if one and not one.revision and (recorded := _recorded(config)):
+        before = hub.parse(recorded.model.path)
         if before and before.name == one.name:
             return replace(config, model=replace(config.model, path=str(before)))
     return config
+
+
+def _recorded(config: Config) -> Config | None:
+    """Return the configuration of the run to be resumed, if there is one."""
+    path = config.run.folder / "config.yaml"
+    if config.run.if_exists is IfExists.resume and path.is_file():
+        return recorded_config(path)
+    return None
 
 
 def _with_commit(config: Config, one: HubId, folder: Path) -> Config:
@@ -162,7 +164,7 @@ def _complete(one: Reference) -> Path | None:
 def _outstanding(one: Reference) -> Download | None:
     if _complete(one):
         return None
-    with _named(one.key):
+    with naming(one.key):
         listing = hub.list_files(one.id)
     wanted = listing.matching(one.patterns)
     if set(hub.WEIGHTS) <= set(one.patterns) and not listing.matching(hub.WEIGHTS):
@@ -184,14 +186,3 @@ def _outstanding(one: Reference) -> Download | None:
             "left; free space, or set HF_HOME to another folder"
         )
     return needed
-
-
-@contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Name the key in errors of the hub."""
-    try:
-        yield
-    except HubUnreachable as error:
-        raise Unreachable(f"{key}: {error}") from None
-    except HubError as error:
-        raise ConfigError(f"{key}: {error}") from None

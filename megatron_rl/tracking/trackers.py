@@ -59,6 +59,8 @@ class Trackers:
         self.send(lambda one: one.log(step, row), step)
 
     def finish(self, state: str) -> None:
+        if not self._live:
+            return
         numbers = numbers_of_file(self._metrics)
         self.send(lambda one: one.finish(state, numbers))
 
