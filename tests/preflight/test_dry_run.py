@@ -221,7 +221,7 @@ def test_a_summary_shows_each_edit(command: Command) -> None:
     assert rows["checkpoint"].endswith(
         "every=10min keep_last=2 best=eval/aime/accuracy export_hf=True"
     )
-    assert rows["from base"].startswith("loss.kl_coef 0.001")
+    assert rows["from"].startswith("base  loss.kl_coef 0.001")
     assert rows["optim.decay"].startswith("cosine")
     off = planned(command, "dapo_fp8.yaml", "1x8xH100", "eval.every=0")
     rows = dict(line.split(maxsplit=1) for line in off.splitlines())
