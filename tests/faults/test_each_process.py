@@ -72,4 +72,7 @@ def test_each_process(box: Box) -> None:
         box.goes_on(1)
     run.kill()
     box.until_over(END_S)
-    assert not kills.miscounted(box.run, box.status()["step"])
+    recorded = len(kills.lines(box.run / "ledger.jsonl"))
+    # a step is in the ledger before its weight sync, and in the status after it
+    assert recorded - box.status()["step"] in (0, 1)
+    assert not kills.miscounted(box.run, recorded)

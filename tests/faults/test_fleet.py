@@ -17,7 +17,11 @@ pytestmark = pytest.mark.timeout(1800)
 START_S = 600
 STEP_S = 300
 KEY = "0123456789abcdef" * 2
-STARTER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+# these tests may themselves run under nohup, which its children inherit
+STARTER = (
+    "import signal, subprocess, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "sys.exit(subprocess.call(sys.argv[1:]))"
+)
 RECIPE = str(ROOT / "recipes" / "quickstart_fleet.yaml")
 
 
