@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, BinaryIO
 
+JsonObject = dict[str, Any]
 LARGEST_JSON = 32 << 20
 TAIL_BYTES = 64 << 10
 LONGEST_LINE = 1000
@@ -107,7 +108,7 @@ def read_bounded(path: Path, largest: int = LARGEST_JSON) -> bytes:
 
 def read_json(
     path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values"
-) -> dict[str, Any]:
+) -> JsonObject:
     """Read a JSON file with keys; ValueError with the reason if it is missing or wrong."""
     try:
         text = read_bounded(path, largest)

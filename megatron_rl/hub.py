@@ -5,8 +5,6 @@ huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Only it
 import it, since few commands need it.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -32,6 +32,7 @@ from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
+from megatron_rl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _token_metrics(
     return found
 
 
-def over_trained(metrics: dict[str, float]) -> dict[str, float]:
+def over_trained(metrics: Metrics) -> Metrics:
     """The batch's metrics, with means that are of the tokens that rules in the loss have left."""
     trained = metrics.get("loss/trained_fraction") or 1.0
     return metrics | {

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from megatron_rl.files import replacing, write_atomic
 from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
@@ -62,14 +63,14 @@ class HfFolder:
     def names(self) -> list[str]:
         return list(self.stored)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
         """A view of the file: only what is looked at is read, and it stays mapped."""
         file = self._place(name).file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_tensor(name)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Read a tensor into its own memory, which is freed with its last reference."""
         return read_stored(name, self._place(name))
 
@@ -82,7 +83,7 @@ class HfFolder:
         return self.stored[name]
 
 
-def read_stored(name: str, stored: Stored) -> torch.Tensor:
+def read_stored(name: str, stored: Stored) -> Tensor:
     spec = spec_of(name, stored)
     values = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
     if len(values) < stored.nbytes:
@@ -115,7 +116,7 @@ class SafetensorsWriter:
     def __contains__(self, name: object) -> bool:
         return name in self._placed
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         stored = self._placed[name]
         spec = TensorSpec.of(name, tensor)
         wanted = spec_of(name, stored)
@@ -172,7 +173,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def write_folder(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
     max_file_bytes: int = FILE_BYTES,
 ) -> None:

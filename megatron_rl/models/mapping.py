@@ -15,6 +15,7 @@ from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
+from megatron_rl.models.tensors import Shape
 
 _WRAPPED = re.compile(r"^(?:module\.)+")  # by DDP, Float16Module
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
@@ -40,7 +41,7 @@ class HfSlice:
     """
 
     name: str
-    shape: tuple[int, ...]  # of the full tensor
+    shape: Shape  # of the full tensor
     dim: int  # along which it is split
     spans: tuple[Span, ...]
 
@@ -49,7 +50,7 @@ class HfSlice:
         return sum(span.length for span in self.spans)
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> Shape:
         return (
             *self.shape[: self.dim],
             self.length,
@@ -65,10 +66,10 @@ class Param:
     layer: int | None
     expert: int | None
     hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
 
     @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
+    def sizes(self) -> dict[str, Shape]:
         """Shapes by Hugging Face's names."""
         return dict(zip(self.hf, self.shapes, strict=True))
 
@@ -82,7 +83,7 @@ class Param:
             return (layout.expert_tp, place.etp)
         return (layout.tp, place.tp)
 
-    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+    def local_shape(self, layout: Layout) -> Shape:
         size = layout.expert_tp if self.row.expert else layout.tp
         split = self.row.split
         first = self.shapes[0]

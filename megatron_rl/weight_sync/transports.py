@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from megatron_rl.quantization.quantize import ErrorSummary, summarize
+from megatron_rl.types import Metrics
 from megatron_rl.weight_sync.source import ShardSource, SyncSeconds
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class SyncReport:
     changed_fraction: float | None = None
     first_failure: str = ""  # reason of a retry
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
         out |= {
             "sync/version": float(self.version),

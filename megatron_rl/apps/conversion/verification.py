@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.apps.conversion import dequantized
 from megatron_rl.apps.conversion.sources import Get, Source, Weights, digest
@@ -111,7 +112,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             yield _within(name, b, a.get(name), bound)
 
 
-def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> Compared:
+def _plain(name: str, one: Tensor, other: Tensor, bound: float) -> Compared:
     if one.dtype == other.dtype and digest(one) == digest(other):
         return Compared(name, Verdict.equal)
     if one.dtype != other.dtype:
@@ -123,7 +124,7 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
     )
 
 
-def _within(name: str, model: Model, plain_OI: torch.Tensor, bound: float) -> Compared:
+def _within(name: str, model: Model, plain_OI: Tensor, bound: float) -> Compared:
     """`model`: has this weight quantized."""
     shape = tuple(plain_OI.shape)
     names = model.quantized[dequantized.part_of(name)[0]]
@@ -146,7 +147,7 @@ def _within(name: str, model: Model, plain_OI: torch.Tensor, bound: float) -> Co
 
 
 def _by_error(
-    name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, reason: str = ""
+    name: str, squared: Tensor, whole: Tensor, bound: float, reason: str = ""
 ) -> Compared:
     error = float((squared / whole.clamp(min=1e-24)).sqrt())
     verdict = Verdict.within_the_bound if error <= bound else Verdict.differs
@@ -155,7 +156,7 @@ def _by_error(
 
 def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
     """`plain`, folded as `quantized` was; as it is where that was not, or is of another model."""
-    scales: dict[tuple[int, Norm], torch.Tensor] = {}
+    scales: dict[tuple[int, Norm], Tensor] = {}
     get = plain.open()
     other = quantized.open()
     readers: dict[str, tuple[int, Norm]] = {}
@@ -172,7 +173,7 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
     if not scales:
         return plain
 
-    def made(name: str, get: Get) -> torch.Tensor:
+    def made(name: str, get: Get) -> Tensor:
         scale_H = scales.get(readers[name]) if name in readers else None
         if scale_H is None:
             return get(name)
@@ -181,7 +182,7 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
     return plain.made_into(plain.specs, made)
 
 
-def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
+def _scale(plain_H: Tensor, smoothed_H: Tensor) -> Tensor | None:
     """Powers of two between the two; None if they are equal or differ in another way."""
     if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
         return None

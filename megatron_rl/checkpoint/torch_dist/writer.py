@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -37,14 +38,14 @@ class Block:
     key: str
     whole: tuple[int, ...]
     offset: tuple[int, ...]
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 def part_of(
     entry: Entry,
     whole: tuple[int, ...],
     offset: tuple[int, ...],
-    values: torch.Tensor,
+    values: Tensor,
     kind: str = "",
 ) -> Block:
     """Part of a parameter, or of its optimizer state: `kind` is then optimizer.state.exp_avg."""
@@ -97,7 +98,7 @@ def _save(block: Block, file: BufferedWriter) -> None:
         raise OSError(cause.errno, f"{cause.strerror}, at {block.key}", file.name) from None
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: Tensor) -> Tensor:
     """A tensor's memory under a storage of its own: of a view, torch.save would write all that it
     is a view of.
     """
