@@ -134,3 +134,9 @@ def last_lines(path: Path, count: int) -> list[str]:
     except OSError:
         return []
     return [line[:LONGEST_LINE] for line in lines]
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a path, which need not exist yet."""
+    folder = path.absolute()
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
