@@ -44,6 +44,9 @@ class ConfigError(Exception):
     hint = "`megatron-rl train RECIPE --dry-run` checks the other keys as well."
 
 
+Sources = dict[str, list[tuple[str, Any]]]  # key -> layers that set it, with their values
+
+
 @dataclass(frozen=True)
 class Layer:
     """Keys, and the file that sets them."""
@@ -141,18 +144,18 @@ def merged(layers: Sequence[Layer]) -> Settings:
     return merged
 
 
-def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
+def sources(layers: Sequence[Layer], whole: Collection[str]) -> Sources:
     """Map each key to the layers that set it and their values; the last one applies. `whole`: as in
     `leaves`.
     """
-    found: dict[str, list[tuple[str, Any]]] = {}
+    found: Sources = {}
     for layer in _with_cluster(layers):
         _note_sources(found, layer.where, layer.content, whole)
     return found
 
 
 def _note_sources(
-    found: dict[str, list[tuple[str, Any]]],
+    found: Sources,
     where: str,
     content: Mapping[str, Any],
     whole: Collection[str],

@@ -13,7 +13,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config import engine_rules, layers, rules
-from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
+from megatron_rl.config.layers import (
+    MACHINE,
+    PASSED_THROUGH,
+    PRESET_SECTIONS,
+    ConfigError,
+    Layer,
+    Sources,
+)
 from megatron_rl.config.plain_yaml import Settings, presets, read_preset, write_line, write_yaml
 from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
@@ -51,7 +58,7 @@ def all_keys() -> list[str]:
     return keys_in(Config)
 
 
-def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list[tuple[str, Any]]]:
+def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> Sources:
     """Map each key to the files, presets and overrides that set it and their values; the last
     applies.
     """

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.config.schema import EnvironmentSection
-from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
+from megatron_rl.data.tokenizer import FolderTokenizer, Messages, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentProcess
 from megatron_rl.environments.stops import CALLS, ended
@@ -110,9 +110,7 @@ class PolicyClient:
         self._key = key
         self._order = asyncio.Lock()
 
-    async def answer(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> PolicyResponse:
+    async def answer(self, messages: Messages, tools: Sequence[Any]) -> PolicyResponse:
         """The policy's response. Raises ContextFull if it has no space, or TemplateError."""
         async with self.turn_response(messages, tools) as response:
             return response
@@ -120,7 +118,7 @@ class PolicyClient:
     @asynccontextmanager
     async def turn_response(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Any],
         max_tokens: int | None = None,
         stops: Sequence[str] = (),
@@ -185,9 +183,7 @@ class PolicyClient:
             turn.number = number
         transcript.conversation.turns = read
 
-    def _request(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> tuple[Turn, list[int]]:
+    def _request(self, messages: Messages, tools: Sequence[Any]) -> tuple[Turn, list[int]]:
         """Return the next turn, and the tokens of its request."""
         conversation = self.transcript.conversation
         try:
@@ -336,7 +332,7 @@ class EnvironmentSession:
         self.messages.append(response.message)
         return response
 
-    def add(self, messages: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
+    def add(self, messages: Messages) -> list[JsonObject]:
         """Add messages to the conversation; return them as the policy will read them."""
         added = [self._cut(dict(one)) for one in messages]
         self.messages += added

@@ -33,6 +33,9 @@ class Span:
     length: int
 
 
+Spans = tuple[Span, ...]
+
+
 @dataclass(frozen=True)
 class HfSlice:
     """The part of one Hugging Face tensor that one rank's shard of a megatron parameter holds.
@@ -43,7 +46,7 @@ class HfSlice:
     name: str
     shape: Shape  # of the full tensor
     dim: int  # along which it is split
-    spans: tuple[Span, ...]
+    spans: Spans
 
     @property
     def length(self) -> int:
@@ -143,9 +146,7 @@ class Param:
             return (whole // 2, whole // 2)
         return (whole,)
 
-    def _as_stored(
-        self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]
-    ) -> list[tuple[Span, ...]]:
+    def _as_stored(self, spans: list[Spans], lengths: tuple[int, ...]) -> list[Spans]:
         """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on
         each other in it.
         """
@@ -167,7 +168,7 @@ def _share(total: int, size: int, name: str) -> int:
     return total // size
 
 
-def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]]:
+def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[Spans]:
     """Spans of a rank in a stack of [queries of the group, key, value], group after group.
 
     With more ranks than groups a share is a part of one group: it may hold queries only.
@@ -318,9 +319,7 @@ def _adapter(
     )
 
 
-def adapted_rows(
-    param: Param, shape: ModelShape, layout: Layout, place: Place
-) -> list[tuple[Span, ...]]:
+def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) -> list[Spans]:
     """The rows of a rank's shard that belong to each of its weight's targets, in the order of A."""
     assert shape.lora is not None
     if param.row.split is Split.row:

@@ -25,7 +25,8 @@ HELD = {
     "cpu": 1 << 18,
     "cuda": 1 << 25,
 }
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
+Axes = tuple[int, ...]  # a number for each
+Box = tuple[Axes, Axes]  # from where, and how long, on each axis
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def merge(
     return merged
 
 
-def _checked(tensor: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def _checked(tensor: Tensor, name: str, shape: Axes) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
     return tensor
@@ -147,9 +148,9 @@ class Region:
     for each axis.
     """
 
-    start: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    start: Axes
+    offset: Axes
+    size: Axes
 
 
 def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
@@ -183,7 +184,7 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
 
 
 def run_regions(
-    regions: list[Region], local: tuple[int, ...], start: int, stop: int
+    regions: list[Region], local: Axes, start: int, stop: int
 ) -> Iterator[tuple[int, Region]]:
     """Blocks that make up elements [start, stop) of the flattened shard, each with its place there.
 
@@ -224,7 +225,7 @@ def part(tensor: Tensor, start: Iterable[int], size: Iterable[int]) -> Tensor:
     return tensor
 
 
-def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _boxes(size: Axes, start: int, stop: int) -> Iterator[Box]:
     """A run of a flattened tensor as blocks (start, size), in the order of the run."""
     if start >= stop:
         return
@@ -244,7 +245,7 @@ def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     yield from _boxes(size, (row + rows) * inner, stop)
 
 
-def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+def _at(values: Axes, axis: int, value: int) -> Axes:
     return (*values[:axis], value, *values[axis + 1 :])
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a full tensor
 # torch's name -> (safetensors' name, bytes of an element), in the order in which that library lays
 # tensors out
 DTYPES = {

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import Runs, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a full tensor
 PADDED_VOCAB = 64  # vLLM pads a vocabulary to a multiple of this before sharding it
 SMALL = 1 << 14  # bytes below which a tensor is not partitioned
 
