@@ -20,7 +20,6 @@ from megatron_rl.rollout_correction.breakdown import (
     mismatch_in_sessions,
 )
 from megatron_rl.rollout_correction.correction import Correction, completed, correct, staleness
-from megatron_rl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class CorrectedBatch:
         given = self.share, self.config.correction, self.config.advantage
         return replace(self, correction=completed(self.correction, own_N, *given))
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the mismatch and of the correction."""
         prox_N = self.correction.prox_logprobs_N
         if prox_N is None:

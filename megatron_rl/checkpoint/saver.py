@@ -7,8 +7,6 @@ thread is throttled if it shares cores with the learner. When every rank is done
 folder.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -209,7 +207,7 @@ class Saver:
         """Finish the save under way; call it before the process group is destroyed."""
         self.settle(wait=True)
 
-    def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
+    def _publish(self, save: "_Save", outcomes: list[dict[str, Any]]) -> None:
         write_index(
             save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]]
         )

@@ -11,8 +11,6 @@ that are counted in denominators.
 Shape legend: N response tokens, B rows of a micro-batch, G prompts, F rows with counted tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +48,7 @@ class Totals:
     def prompts(self) -> int:
         return len(self.prompt_ids_G)
 
-    def to(self, device: torch.device) -> Totals:
+    def to(self, device: torch.device) -> "Totals":
         return replace(
             self,
             prompt_ids_G=self.prompt_ids_G.to(device),

@@ -4,8 +4,6 @@ The writer knows every name, dtype and shape before the first byte, so that tens
 any order. Other files are copied.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -135,7 +133,7 @@ class SafetensorsWriter:
             at = at + count
             content = content[count:]
 
-    def __enter__(self) -> SafetensorsWriter:
+    def __enter__(self) -> "SafetensorsWriter":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:

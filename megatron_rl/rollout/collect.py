@@ -3,8 +3,6 @@ data set), filters and refills groups, computes metrics; `Scorer`: rewards, the 
 responses, and the responses excluded from the loss.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -95,7 +93,7 @@ class Collector:
         config: RolloutSection,
         order: PromptOrder,
         answers: ResponseSource,
-        scorer: Scorer,
+        scorer: "Scorer",
         *,
         rebaseline: bool,
         seed: int,

@@ -11,8 +11,6 @@ report in the tool calls.
 Shape legend: N response tokens, B rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -214,7 +212,7 @@ class _Tokens:
     replicas: Replicas
 
     @classmethod
-    def of(cls, prox_N: Tensor, share: Share) -> _Tokens:
+    def of(cls, prox_N: Tensor, share: Share) -> "_Tokens":
         d_N = prox_N.float() - share.batch.sampler_logprobs_N.float()
         counted_N = share.batch.mask_N & torch.isfinite(d_N)
         count = int(share.replicas.sum(counted_N.sum()))

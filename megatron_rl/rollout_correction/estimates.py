@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megatron_rl.batch import Share
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT
-from megatron_rl.types import Metrics
 
 
 @torch.no_grad()
-def learner_reward(prox_logprobs_N: Tensor, share: Share) -> Metrics:
+def learner_reward(prox_logprobs_N: Tensor, share: Share) -> dict[str, float]:
     """Self-normalised `reward/learner_estimate` and its standard error.
 
     Pass all generated rollouts: a filter by rewards has already moved the mean. Tokens without a

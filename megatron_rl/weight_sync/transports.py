@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from megatron_rl.quantization.quantize import ErrorSummary, summarize
-from megatron_rl.types import Metrics
 from megatron_rl.weight_sync.source import ShardSource, SyncSeconds
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class SyncReport:
     changed_fraction: float | None = None
     first_failure: str = ""  # reason of a retry
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> dict[str, float]:
         out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
         out |= {
             "sync/version": float(self.version),

@@ -3,8 +3,6 @@
 A source is a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder, or an id of the hub.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Weights:
 
     def made_into(
         self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], Tensor]
-    ) -> Weights:
+    ) -> "Weights":
         """Other weights, each of which is `made(name, get)` of these."""
 
         def opened() -> Get:

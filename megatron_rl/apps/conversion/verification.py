@@ -7,8 +7,6 @@ expert shows, however small the mean error. Smoothing divides norms by powers of
 the weights after them; it is read off the norms and applied to the plain side first.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -68,7 +66,7 @@ class Model:
             self.meaning = dequantized.meaning(config)
             self.plain = dequantized.dequantized(self.stored, config)
 
-    def smooth_as(self, other: Model) -> None:
+    def smooth_as(self, other: "Model") -> None:
         """Fold a plain model of a known family as the quantized one it is held against."""
         if self.quantized or not other.quantized:
             return

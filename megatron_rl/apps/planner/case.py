@@ -2,8 +2,6 @@
 computed from them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,7 +106,7 @@ class Workload:
         return self.sequences * self.length
 
     @classmethod
-    def of(cls, config: Config, assumed: Assumptions) -> Workload:
+    def of(cls, config: Config, assumed: Assumptions) -> "Workload":
         rollout = config.rollout
         prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
         turns = 1.0

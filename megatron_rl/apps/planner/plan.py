@@ -5,6 +5,7 @@ train` makes before a run.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.apps.planner.case import Case, keeps_prefixes
 from megatron_rl.apps.planner.memory.engine import GIB, utilization
@@ -14,7 +15,6 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Offload, Router, Sleep, Transport
 from megatron_rl.learner.modules.limits import choices_bytes
 from megatron_rl.models.mapping import parameters, trained
-from megatron_rl.models.shape import HfConfig
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import PARAMETER
 from megatron_rl.preflight.roles import WORKER_GIB
@@ -84,7 +84,7 @@ def plan(case: Case) -> Plan:
     )
 
 
-def share_problems(config: Config, hf_config: HfConfig, machine: Machine) -> list[str]:
+def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> list[str]:
     """Return problems of sampler.vllm.gpu_memory_utilization on shared GPUs, before any sync."""
     case = Case(config, hf_config, machine)
     if not machine.gib or not case.roles.shared:

@@ -14,7 +14,6 @@ from megatron_rl.config.schema import Config, Format, Transport
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, parameters, stored_params
 from megatron_rl.models.model import Model
-from megatron_rl.models.shape import HfConfig
 from megatron_rl.models.table import Row, Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import Output, is_quantized, outputs, scale_name
@@ -159,7 +158,7 @@ class LowerBound:
 class Traffic:
     """A sync between a learner and engines of these sizes."""
 
-    def __init__(self, config: Config, hf_config: HfConfig, replicas: int) -> None:
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], replicas: int) -> None:
         self._config = config
         self.model = Model.of(hf_config, Layout.from_config(config.learner))
         self.sampler = SamplerLayout(config.sampler.tensor_parallel, replicas)
