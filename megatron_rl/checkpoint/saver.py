@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
-from megatron_rl.files import fsync, remove
+from megatron_rl.files import JsonObject, fsync, remove
 from megatron_rl.logs import logger
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import read_tensors, write_tensors
@@ -131,7 +131,7 @@ class Saver:
         rank = self._learner.rank
         pace = Throttle(BESIDE if self._learner.device.type == "cpu" else 1.0)
 
-        def write() -> dict[str, Any]:
+        def write() -> JsonObject:
             written = _write(partial, rank, blocks, small, pace)
             return written | {"seconds": time.monotonic() - begun - pace.rested}
 
@@ -207,7 +207,7 @@ class Saver:
         """Finish the save under way; call it before the process group is destroyed."""
         self.settle(wait=True)
 
-    def _publish(self, save: "_Save", outcomes: list[dict[str, Any]]) -> None:
+    def _publish(self, save: "_Save", outcomes: list[JsonObject]) -> None:
         write_index(
             save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]]
         )
@@ -269,9 +269,9 @@ class _Save:
     updates: int
     about: Mapping[str, Any]
     pace: Throttle
-    future: Future[dict[str, Any]]
+    future: Future[JsonObject]
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> JsonObject:
         """Result of this rank's part of the save, for the other ranks."""
         error = self.future.exception()
         if error is None:
@@ -281,7 +281,7 @@ class _Save:
 
 def _write(
     partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Throttle
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write this rank's files; return their entries for the index and the manifest."""
     own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_rl.files import replacing, write_atomic
+from megatron_rl.files import JsonObject, replacing, write_atomic
 from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
@@ -149,7 +149,7 @@ class SafetensorsWriter:
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
     """Entries ordered as the safetensors library orders them: by dtype, then by name."""
     order = list(DTYPES)
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in sorted(specs, key=lambda spec: (order.index(spec.dtype), spec.name)):
         entries[spec.name] = {
@@ -209,7 +209,7 @@ def packed(
     }
 
 
-def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any] | None:
+def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> JsonObject | None:
     """Index of several safetensors files; None for a single one."""
     if len(files) == 1:
         return None

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.files import replacing
+from megatron_rl.files import JsonObject, replacing
 from megatron_rl.types import Prompt, Rollout, Scored, Session, Verdict
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ _OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "credit")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
-AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
+AS_TEXT: JsonObject = {"ensure_ascii": False, "default": str}
 PIECE = 512  # rows that are written at once
 
 
@@ -98,7 +98,7 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
             file.write_table(pa.table(table, schema=SCHEMA))
 
 
-def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
+def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> JsonObject:
     """Return the columns of samples and scores."""
     rollouts = [one.rollout for one in scored]
     return {
@@ -120,7 +120,7 @@ def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _computed(lengths: np.ndarray, columns: Columns) -> dict[str, Any]:
+def _computed(lengths: np.ndarray, columns: Columns) -> JsonObject:
     """Return the columns that the step computed, for all rows."""
     nothing = [None] * len(lengths)
     advantages_B = columns.get("advantages_B")
