@@ -5,8 +5,6 @@ Shape suffixes: B rows, N response tokens of all rows, P tokens of all rows (eac
 its response), L layers, K ids or experts.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence
@@ -210,7 +208,7 @@ class Share:
     minibatches: Sequence[Tensor] = ()  # rows of the table for each update of the step
 
     @classmethod
-    def alone(cls, batch: Batch) -> Share:
+    def alone(cls, batch: Batch) -> "Share":
         every = torch.arange(len(batch))
         return cls(batch, batch.table, [every], minibatches=[every])
 

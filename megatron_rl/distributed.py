@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def exchange(value: Any) -> list[Any]:
@@ -81,10 +82,10 @@ def receive_size() -> int:
 class Group(Protocol):
     """The ranks that share a parameter."""
 
-    def max_(self, tensor: torch.Tensor) -> None:
+    def max_(self, tensor: Tensor) -> None:
         """Replace by the element-wise maximum over the group."""
 
-    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+    def gather(self, tensor: Tensor, received: Sequence[Tensor], rank: int) -> None:
         """Fill `received` on the group's first rank with the others' tensors; empty elsewhere."""
 
 
@@ -92,11 +93,11 @@ class Group(Protocol):
 class TorchGroup:
     handle: dist.ProcessGroup | None = None  # None: the world
 
-    def max_(self, tensor: torch.Tensor) -> None:
+    def max_(self, tensor: Tensor) -> None:
         if dist.is_initialized():  # a lone process need not be
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
-    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+    def gather(self, tensor: Tensor, received: Sequence[Tensor], rank: int) -> None:
         # point to point: a collective would copy the first rank's own share as well
         if rank:
             dist.send(tensor, group=self.handle, group_dst=0)

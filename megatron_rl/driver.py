@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.checkpoint import checkpoints
@@ -46,7 +47,7 @@ from megatron_rl.tracking.alarms import Alarms
 from megatron_rl.tracking.console import choose
 from megatron_rl.tracking.progress import Progress, SaveSchedule
 from megatron_rl.tracking.record import Recorder
-from megatron_rl.types import NO_EXPERT, NOTHING, Rollout, Scored
+from megatron_rl.types import NO_EXPERT, NOTHING, Metrics, Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Driver:
         with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
-    def last_sync(self) -> dict[str, float]:
+    def last_sync(self) -> Metrics:
         """Engines' pause during the last sync, and the bytes that one of their ranks read."""
         timings = self.sampler.last_sync
         return {
@@ -232,7 +233,7 @@ class Driver:
         """True if this step gets a batch although the sampler refused its weights."""
         return self._batches.can_skip_sync(step)
 
-    def collect(self, step: int) -> dict[str, float]:
+    def collect(self, step: int) -> Metrics:
         """Collect the step's batch, for `take_batch`; its metrics."""
         self._stop.begin(step)
         with waited_for(), self._stop.waiting():
@@ -262,11 +263,11 @@ class Driver:
         self._batch = None
         return batch
 
-    def _engine_news(self) -> dict[str, float]:
+    def _engine_news(self) -> Metrics:
         """Counts of engine restarts and retried requests since the last step."""
         before = self._seen
         self._seen = self.sampler.stats
-        news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
+        news: Metrics = {"rollout/restarts": self._seen.restarts - before.restarts}
         if self._config.sampler.engines > 1:
             news["rollout/retried"] = self._seen.retried - before.retried
         return news
@@ -290,7 +291,7 @@ class Driver:
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
-    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
+    def routed(self, batch: Batch, layers: int) -> Tensor | None:
         """Return the experts that the engine chooses at each token, as in `Batch.experts_PLK`; None
         if not reported.
         """
@@ -304,10 +305,10 @@ class Driver:
             part[: len(one)] = torch.as_tensor(one)
         return chosen_PLK
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            metrics: dict[str, float] = {}
+            metrics: Metrics = {}
             for each in self._evaluators:
                 metrics |= each.evaluate()
             return metrics
@@ -323,7 +324,7 @@ class Driver:
         return self._stop.has_time()
 
     def to_keep(
-        self, progress: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
+        self, progress: Progress, evaluated: Metrics, save_s: float | None, ending: bool
     ) -> dict[str, Any] | None:
         """Rank 0's part of a checkpoint; None if none is due. `save_s`: seconds of a save."""
         self._stop.save_s = save_s
@@ -332,9 +333,7 @@ class Driver:
             about["driver"]["data"] = self._data
         return about
 
-    def record(
-        self, step: int, columns: Mapping[str, torch.Tensor | None], advantages_B: torch.Tensor
-    ) -> None:
+    def record(self, step: int, columns: Mapping[str, Tensor | None], advantages_B: Tensor) -> None:
         """Write the step's ledger line; and its rollouts, where there are columns of them."""
         trained = {one.rollout.group for one in self._scored}
         self.recorder.ledger(step, self._ordinals, sorted(trained))

@@ -12,7 +12,7 @@ from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rollout.collect import Group, Scorer, grouped
 from megatron_rl.sampler.generation import GenerationSource
-from megatron_rl.types import Prompt, SamplingParams, Verdict
+from megatron_rl.types import Metrics, Prompt, SamplingParams, Verdict
 
 
 class Evaluator:
@@ -33,7 +33,7 @@ class Evaluator:
             stop_token_ids=scorer.tokenizer.stop_token_ids,
         )
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         return self.metrics(self._answered(self.prompts, 0))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
@@ -53,7 +53,7 @@ class Evaluator:
         last = {(one.group, one.sample): one for one in rollouts}.values()
         return grouped(self._scorer.score(list(last), self._params.max_tokens))
 
-    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+    def metrics(self, groups: Sequence[Group]) -> Metrics:
         everything = [one for group in groups for one in group]
         verdicts = Counter(one.verdict for one in everything)
         found = dict(self._estimates(groups)) | {

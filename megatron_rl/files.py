@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, BinaryIO
 
+JsonObject = dict[str, Any]
 LARGEST_JSON = 32 << 20
 TAIL_BYTES = 64 << 10
 LONGEST_LINE = 1000
@@ -107,7 +108,7 @@ def read_bounded(path: Path, largest: int = LARGEST_JSON) -> bytes:
 
 def read_json(
     path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values"
-) -> dict[str, Any]:
+) -> JsonObject:
     """Read a JSON file with keys; ValueError with the reason if it is missing or wrong."""
     try:
         text = read_bounded(path, largest)
@@ -133,3 +134,9 @@ def last_lines(path: Path, count: int) -> list[str]:
     except OSError:
         return []
     return [line[:LONGEST_LINE] for line in lines]
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a path, which need not exist yet."""
+    folder = path.absolute()
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free

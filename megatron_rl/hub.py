@@ -5,10 +5,7 @@ huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Only it
 import it, since few commands need it.
 """
 
-from __future__ import annotations
-
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,12 +99,6 @@ def cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
-
-
-def free_bytes() -> int:
-    """Return the space left for the cache."""
-    folder = cache()
-    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
 
 
 def cached(one: HubId, patterns: Sequence[str]) -> Path | None:

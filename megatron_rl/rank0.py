@@ -2,8 +2,6 @@
 methods; rank 0 runs the driver and broadcasts results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self, TypeVar

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.batch import Batch, Share
 from megatron_rl.checkpoint import checkpoints
@@ -36,6 +37,7 @@ from megatron_rl.step import CorrectedBatch
 from megatron_rl.supervision.stop_request import StepAborted
 from megatron_rl.tracking.metrics_file import combine
 from megatron_rl.tracking.progress import Progress, reached
+from megatron_rl.types import Metrics
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
@@ -216,7 +218,7 @@ def sync_and_log(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, share: Share, config: Config) -> torch.Tensor | None:
+def anchor_logprobs(learner: Learner, share: Share, config: Config) -> Tensor | None:
     """Return the anchor of the loss ratio: p, the policy's logprobs before the update; mu where the
     anchor is not the learner; None if the update's own forward pass supplies p.
     """
@@ -227,7 +229,7 @@ def anchor_logprobs(learner: Learner, share: Share, config: Config) -> torch.Ten
     return share.batch.sampler_logprobs_N
 
 
-def learner_estimate(learner: Learner, rank0: Rank0) -> dict[str, float]:
+def learner_estimate(learner: Learner, rank0: Rank0) -> Metrics:
     """Return the estimated mean reward of the learner over all samples, dropped groups included."""
     share = learner.split(rank0.only(Driver.drawn_batch))
     return learner_reward(learner.logprobs(share), share)
@@ -241,7 +243,7 @@ def sync_weights(
     learner: Learner,
     sync: WeightSync,
     first: bool = False,
-) -> dict[str, float]:
+) -> Metrics:
     """Sync weights to the sampler and run the logprob probe, each if due."""
     # before any return: a sleeping engine wakes at the next rollouts even without a sync
     learner.release_memory()
@@ -282,8 +284,8 @@ def probe_of(
     section: schema.SyncSection,
     learner: Learner,
     batch: Batch,
-    logprobs_N: torch.Tensor,
-    expected_N: torch.Tensor | None,
+    logprobs_N: Tensor,
+    expected_N: Tensor | None,
 ) -> probe.Probe:
     """Prepare a probe with the expected effect and noise of these weights and tokens."""
     about = probe.Probe(
@@ -317,7 +319,7 @@ def _numerics(learner: schema.LearnerSection) -> Numerics:
     return Numerics.bf16
 
 
-def flips(batch: Batch, rank0: Rank0, learner: Learner) -> dict[str, float]:
+def flips(batch: Batch, rank0: Rank0, learner: Learner) -> Metrics:
     """Return MoE metrics: share of tokens that the learner's routers send to other experts than the
     engine's, if it reports them.
     """
@@ -330,16 +332,14 @@ def flips(batch: Batch, rank0: Rank0, learner: Learner) -> dict[str, float]:
     return learner.router_flips(batch, chosen)
 
 
-def evaluate(step: int, end: int, section: schema.EvalSection, rank0: Rank0) -> dict[str, float]:
+def evaluate(step: int, end: int, section: schema.EvalSection, rank0: Rank0) -> Metrics:
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with rank0.phase("eval"):
         return rank0.ask(lambda driver: driver.evaluate())
 
 
-def save_if_due(
-    at: Progress, evaluated: dict[str, float], ending: bool, rank0: Rank0, saver: Saver
-) -> None:
+def save_if_due(at: Progress, evaluated: Metrics, ending: bool, rank0: Rank0, saver: Saver) -> None:
     """Start a checkpoint if one is due; publish the previous one once it is on disk."""
     saver.settle()
     driver_state = rank0.ask(lambda driver: driver.to_keep(at, evaluated, saver.seconds, ending))

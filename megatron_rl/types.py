@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+Metrics = dict[str, float]  # by name, as in tracking/metrics.yaml
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -6,7 +6,6 @@ rows, and guesses in the others.
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.data.toy import (
     TEXT_END,
@@ -16,7 +15,7 @@ from megatron_rl.data.toy import (
     save_tokenizer,
     write_rows,
 )
-from megatron_rl.files import write_json
+from megatron_rl.files import JsonObject, write_json
 
 # factors: all products have six digits
 SMALLEST = 317
@@ -85,7 +84,7 @@ def write_tools(folder: Path) -> dict[str, int]:
     )
 
 
-def _imitated(row: dict[str, str], draw: random.Random) -> Iterator[dict[str, Any]]:
+def _imitated(row: dict[str, str], draw: random.Random) -> Iterator[JsonObject]:
     if draw.random() < CALLS:
         yield {**row, "answer": f"{CALL_START}{row['prompt']}{CALL_END}"}
         yield _with_result(row)
@@ -93,7 +92,7 @@ def _imitated(row: dict[str, str], draw: random.Random) -> Iterator[dict[str, An
         yield {**row, "answer": str(round(int(row["answer"]), GUESSED))}
 
 
-def _with_result(row: dict[str, str]) -> dict[str, Any]:
+def _with_result(row: dict[str, str]) -> JsonObject:
     """The question, a call and what the tool has said to it, as the prompt of the answer."""
     function = {"name": "calculate", "arguments": {"expression": row["prompt"]}}
     call = {

@@ -7,8 +7,6 @@ thread is throttled if it shares cores with the learner. When every rank is done
 folder.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -26,7 +24,7 @@ from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
-from megatron_rl.files import fsync, remove
+from megatron_rl.files import JsonObject, fsync, remove
 from megatron_rl.logs import logger
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import read_tensors, write_tensors
@@ -36,13 +34,14 @@ ALIGNMENT = 64
 FAILED_SAVES = "progress/failed_saves"
 BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own
 # this rank's own, its text, the sync's
-_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]
+Tensors = dict[str, Tensor]
+_Small = tuple[Tensors, dict[str, str], Tensors | None]
 
 
 class SavedSync(Protocol):
     """A part of the run that is the same on every rank, such as the scales of the weight sync."""
 
-    def state(self) -> dict[str, Tensor]: ...
+    def state(self) -> Tensors: ...
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
 
@@ -60,13 +59,13 @@ class SavedLearner(Protocol):
 
     def blocks(self) -> Iterator[Block]: ...
 
-    def own(self) -> tuple[dict[str, Tensor], dict[str, str]]: ...
+    def own(self) -> tuple[Tensors, dict[str, str]]: ...
 
     def restore(self, reader: Reader, steps: int) -> None: ...
 
-    def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None: ...
+    def restore_own(self, tensors: Tensors, text: dict[str, str]) -> None: ...
 
-    def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None: ...
+    def restore_measured(self, ranks: list[Tensors]) -> None: ...
 
 
 class Saver:
@@ -132,7 +131,7 @@ class Saver:
         rank = self._learner.rank
         pace = Throttle(BESIDE if self._learner.device.type == "cpu" else 1.0)
 
-        def write() -> dict[str, Any]:
+        def write() -> JsonObject:
             written = _write(partial, rank, blocks, small, pace)
             return written | {"seconds": time.monotonic() - begun - pace.rested}
 
@@ -208,7 +207,7 @@ class Saver:
         """Finish the save under way; call it before the process group is destroyed."""
         self.settle(wait=True)
 
-    def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
+    def _publish(self, save: "_Save", outcomes: list[JsonObject]) -> None:
         write_index(
             save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]]
         )
@@ -270,9 +269,9 @@ class _Save:
     updates: int
     about: Mapping[str, Any]
     pace: Throttle
-    future: Future[dict[str, Any]]
+    future: Future[JsonObject]
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> JsonObject:
         """Result of this rank's part of the save, for the other ranks."""
         error = self.future.exception()
         if error is None:
@@ -282,7 +281,7 @@ class _Save:
 
 def _write(
     partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Throttle
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write this rank's files; return their entries for the index and the manifest."""
     own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"

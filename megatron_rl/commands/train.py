@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -233,24 +234,30 @@ def _check_place(config: Config, checked: Checked, dry: bool = False) -> Checked
         note = "the data is not checked, as the tokenizer is not here"
         return replace(checked, notes=(*checked.notes, note))
     notes, asked, about = check_datasets(config)
-    path = config.run.folder
-    if_exists = config.run.if_exists
-    checks: list[partial[str]] = [partial(check_run_dir, path, if_exists, to_yaml(config))]
-    if config.environment.name is None:  # else its sessions may have rewards of their own
-        checks += [partial(check_called, *one, config.run.variables) for one in asked]
-    scores = ""
-    for check in checks:
+    run = config.run
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        """Note what refuses a run, in a dry run."""
         try:
-            said = check()
-            if check.func is check_called:
-                scores = scores or said
-            elif said and dry:
-                notes.append(said)
+            yield
         except (RunDirectoryUsed, Unreachable) as refused:
             if not dry:
                 raise
             notes.append(f"as things stand a run would be refused: {refused}")
-    return replace(checked, notes=(*checked.notes, *notes), data=about, scores=scores)
+
+    with noted():
+        moved = check_run_dir(run.folder, run.if_exists, to_yaml(config))
+        if moved and dry:
+            notes.append(moved)
+    scores: list[str] = []
+    if config.environment.name is None:  # else its sessions may have rewards of their own
+        for one in asked:
+            with noted():
+                scores.append(check_called(*one, run.variables))
+    return replace(
+        checked, notes=(*checked.notes, *notes), data=about, scores=next(filter(None, scores), "")
+    )
 
 
 def _rank(ranks: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.bounds import as_written, did_you_mean
-from megatron_rl.config.plain_yaml import PACKAGE, presets, read_preset, read_yaml
+from megatron_rl.config.plain_yaml import PACKAGE, Settings, presets, read_preset, read_yaml
 from megatron_rl.config.unknown import with_new_names
 
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
@@ -42,6 +42,9 @@ class ConfigError(Exception):
     """An invalid configuration. The message names the key, the value and a hint."""
 
     hint = "`megatron-rl train RECIPE --dry-run` checks the other keys as well."
+
+
+Sources = dict[str, list[tuple[str, Any]]]  # key -> layers that set it, with their values
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,9 @@ def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
         )
 
 
-def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+def merged(layers: Sequence[Layer]) -> Settings:
     """Merge the layers, each over those before it."""
-    merged: dict[str, Any] = {}
+    merged: Settings = {}
     for layer in _with_cluster(layers):
         merged = _merge(merged, layer.content)
         for section, inner in PASSED_THROUGH if layer.is_cluster else ():
@@ -141,18 +144,18 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
     return merged
 
 
-def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
+def sources(layers: Sequence[Layer], whole: Collection[str]) -> Sources:
     """Map each key to the layers that set it and their values; the last one applies. `whole`: as in
     `leaves`.
     """
-    found: dict[str, list[tuple[str, Any]]] = {}
+    found: Sources = {}
     for layer in _with_cluster(layers):
         _note_sources(found, layer.where, layer.content, whole)
     return found
 
 
 def _note_sources(
-    found: dict[str, list[tuple[str, Any]]],
+    found: Sources,
     where: str,
     content: Mapping[str, Any],
     whole: Collection[str],
@@ -177,7 +180,7 @@ def leaves(key: str, value: Any, whole: Collection[str]) -> Iterator[tuple[str, 
         yield from leaves(f"{key}.{name}", inner, whole)
 
 
-def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_file(path: Path, seen: tuple[Path, ...] = ()) -> Settings:
     if seen:
         named = f"{seen[-1]}: base names {path}, but there is"
     else:
@@ -199,7 +202,7 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return loaded
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
     """Merge `above` over `below`. A preset replaces its section: presets do not accumulate."""
     merged = dict(below)
     for section, value in above.items():
@@ -222,7 +225,7 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
     return [], rest
 
 
-def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
     """Merge two mappings section by section; `above` takes precedence."""
     merged = dict(below)
     for key, value in above.items():
@@ -233,7 +236,7 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def cluster(name: object) -> dict[str, Any]:
+def cluster(name: object) -> Settings:
     layer = _preset(CLUSTER, name)
     if CLUSTER in layer or "base" in layer:
         raise ConfigError(
@@ -242,7 +245,7 @@ def cluster(name: object) -> dict[str, Any]:
     return layer
 
 
-def _preset(section: str, name: object) -> dict[str, Any]:
+def _preset(section: str, name: object) -> Settings:
     known = presets(section)
     if not isinstance(name, str) or name not in known:
         hint = ""
@@ -254,7 +257,7 @@ def _preset(section: str, name: object) -> dict[str, Any]:
     return read_preset(known[name])
 
 
-def _override(item: str) -> dict[str, Any]:
+def _override(item: str) -> Settings:
     key, _, text = item.partition("=")
     if not key or not text.strip():
         raise ConfigError(
@@ -267,7 +270,7 @@ def _override(item: str) -> dict[str, Any]:
     return nested(key, value)
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
+def nested(key: str, value: Any) -> Settings:
     """A value in sections: run.name is {run: {name: value}}."""
     for name in reversed(key.split(".")):
         value = {name: value}

@@ -13,8 +13,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config import engine_rules, layers, rules
-from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
-from megatron_rl.config.plain_yaml import presets, read_preset, write_line, write_yaml
+from megatron_rl.config.layers import (
+    MACHINE,
+    PASSED_THROUGH,
+    PRESET_SECTIONS,
+    ConfigError,
+    Layer,
+    Sources,
+)
+from megatron_rl.config.plain_yaml import Settings, presets, read_preset, write_line, write_yaml
 from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import key_of, keys_in, made, schema_errors, without
@@ -51,7 +58,7 @@ def all_keys() -> list[str]:
     return keys_in(Config)
 
 
-def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list[tuple[str, Any]]]:
+def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> Sources:
     """Map each key to the files, presets and overrides that set it and their values; the last
     applies.
     """
@@ -85,9 +92,9 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
             yield f"{key} {write_line(new.get(key))}, was {was}{where}"
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat(config: Config) -> Settings:
     """Map each key to its value, including keys passed to megatron-core and vLLM."""
-    found: dict[str, Any] = {}
+    found: Settings = {}
     whole = _whole_keys()
     for section, value in asdict(config).items():
         found |= layers.leaves(section, value, whole)
@@ -123,7 +130,7 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     ]
 
 
-def _interpolated(given: dict[str, Any]) -> dict[str, Any]:
+def _interpolated(given: Settings) -> Settings:
     """Return the mapping with references to other keys replaced by their values."""
     whole: Any = OmegaConf.merge(asdict(Config()), given)
     try:
@@ -178,7 +185,7 @@ def preset_name(section: str, value: Any) -> str | None:
     return None
 
 
-def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _without_preset_names(mapping: Mapping[str, Any]) -> Settings:
     """Drop each section's `preset`: a resolved section already holds the values that it stands
     for.
     """
@@ -203,7 +210,7 @@ def from_base(
     return _sound(*_checked([Layer(str(path), base), *layers.of_overrides(overrides)], path))
 
 
-def recorded(path: Path) -> dict[str, Any]:
+def recorded(path: Path) -> Settings:
     """The mapping of a recorded configuration in today's keys, without preset names: a base for
     overrides.
     """

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+Settings = dict[str, Any]  # of YAML: keys, or sections of them
 # with conf/, recipes/ and constraints/: links in the repository, copies in a wheel
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = PACKAGE / "conf"
@@ -59,7 +60,7 @@ def presets(section: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
 
 
-def read_preset(path: Path) -> dict[str, Any]:
+def read_preset(path: Path) -> Settings:
     return read_yaml(path.read_text(encoding="utf-8")) or {}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_rl.config.plain_yaml import Settings
 from megatron_rl.logs import logger
 from megatron_rl.loss.table import LOSSES
 
@@ -30,7 +31,7 @@ class Removed:
     value: Callable[[Any, Any], Any] = lambda removed, present: removed
 
 
-def _engines(fleet: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, Any]:
+def _engines(fleet: Mapping[str, Any], sampler: Mapping[str, Any]) -> Settings:
     """The section `sampler` with the engines of a recorded `sampler.fleet`."""
     servers = fleet.get("servers", 0)
     addresses = fleet.get("addresses", [])
@@ -255,7 +256,7 @@ def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequenc
     return f"; known here: {', '.join(siblings)}"
 
 
-def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def carried(recorded: Mapping[str, Any]) -> Settings:
     """Convert a recorded configuration to today's keys. Raises ValueError with the removed keys
     that differ from their defaults.
     """
@@ -279,7 +280,7 @@ def carried(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def with_new_names(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_new_names(given: Mapping[str, Any], where: str) -> Settings:
     """Rename the deprecated keys of a file or the command line; log a warning for each."""
     config = copy.deepcopy(dict(given))
     for key, new in DEPRECATED.items():
@@ -295,7 +296,7 @@ def _warn(text: str) -> None:
     logger("config").warning(text)
 
 
-def _section_of(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+def _section_of(config: Settings, key: str) -> tuple[Settings, str]:
     """Return the section that holds a key, made if it is missing, and the key's name in it."""
     *sections, name = key.split(".")
     for section in sections:
@@ -303,7 +304,7 @@ def _section_of(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     return config, name
 
 
-def _taken_out(config: dict[str, Any], key: str) -> Any:
+def _taken_out(config: Settings, key: str) -> Any:
     """Remove a key and sections that become empty; return its value, ANY if it is missing."""
     first, _, rest = key.partition(".")
     if not rest:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.data.control_tokens import ControlTokens, Marked, marked
-from megatron_rl.files import read_json
+from megatron_rl.files import JsonObject, read_json
 
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1024  # texts that are encoded at once, on all cores
@@ -69,7 +69,7 @@ class FolderTokenizer:
         self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool
     ) -> str:
         """Render a conversation; `opened`: with a generation prompt. Raises what jinja raises."""
-        given: dict[str, Any] = {**options, "add_generation_prompt": opened}
+        given: JsonObject = {**options, "add_generation_prompt": opened}
         if tools:
             given["tools"] = self._control.mark_texts(list(tools))
         return self._render(list(messages), given)
@@ -169,7 +169,7 @@ def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
     return (found,)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:

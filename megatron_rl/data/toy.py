@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_bounded, write_atomic, write_json
+from megatron_rl.files import JsonObject, read_bounded, write_atomic, write_json
 
 PAD = "<pad>"
 END = "<end>"
@@ -136,7 +136,7 @@ def _write(path: Path, text: str) -> None:
     write_atomic(path, text)
 
 
-def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
+def shrunk(card: Mapping[str, Any]) -> JsonObject:
     """Config of a small model of the same family, for two cores; four layers allow a pipeline."""
     sizes = hf_config() | {
         "num_hidden_layers": 4,
@@ -169,7 +169,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     write_json(folder / "tokenizer_config.json", about)
 
 
-def hf_config() -> dict[str, Any]:
+def hf_config() -> JsonObject:
     """Config of the model of the toys."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -210,7 +210,7 @@ def entries(
 
 def write_reasoning(folder: Path) -> dict[str, int]:
     """Write `model/` (no weights), and disjoint `train.jsonl` and `test.jsonl`."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, JsonObject] = {}
     for _, entry in entries([REASONING], QUESTIONS_DRAWN, 1, REASONING_SETTINGS):
         rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
     test = list(rows.values())[:HELD_OUT]

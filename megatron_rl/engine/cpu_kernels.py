@@ -26,6 +26,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
@@ -76,7 +77,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         )
         layer.weight = None  # the handler holds the packed copy
 
-    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Any, x: Any, bias: Tensor | None = None) -> Tensor:
         """Apply the kernel directly: vLLM keeps its choice as a bound method, a reference cycle
         that keeps the weights of old versions alive.
         """
@@ -84,7 +85,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
             return self._apply_weights_in_fp32(layer, x, bias)
         return self._apply_weights_onednn(layer, x, bias)
 
-    def _apply_weights_in_fp32(self, layer: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def _apply_weights_in_fp32(self, layer: Any, x: Any, bias: Tensor | None) -> Tensor:
         codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(
             x.reshape(-1, x.shape[-1]), None, None, True
         )
@@ -135,7 +136,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
             self.dnnl_handler = cpu_matmul.Fp8Weight(weight_KN.t(), scale_N1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
-    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Any, x: Any, bias: Tensor | None = None) -> Tensor:
         rounded_MK, scale_M1 = self.quant_fp8(x.reshape(-1, x.shape[-1]))
         if isinstance(self.dnnl_handler, cpu_matmul.Fp8Weight):
             out_MN = self.dnnl_handler.product(rounded_MK, scale_M1, bias, x.dtype)
@@ -143,9 +144,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
             out_MN = self._onednn_product(rounded_MK, scale_M1, bias)
         return out_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
 
-    def _onednn_product(
-        self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _onednn_product(self, rounded_MK: Tensor, scale_M1: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply FP8 through oneDNN; equals `cpu_matmul.Fp8Weight` except for the order of the
         sums.
         """
@@ -158,14 +157,14 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def apply_scaled_mm(
         self,
         *,
-        A: torch.Tensor,
-        B: torch.Tensor,
+        A: Tensor,
+        B: Tensor,
         out_dtype: torch.dtype,
-        As: torch.Tensor,
-        Bs: torch.Tensor,
-        bias: torch.Tensor | None,
+        As: Tensor,
+        Bs: Tensor,
+        bias: Tensor | None,
         output_shape: list,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         raise NotImplementedError("RoundedFp8Kernel works on prepacked weights: apply_weights")
 
 

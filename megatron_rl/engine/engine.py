@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_rl.engine.generation import OpenSamples
 from megatron_rl.engine.readiness import KEEPS_EXPERTS, TAGS, Readiness
+from megatron_rl.files import JsonObject
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -26,7 +27,7 @@ class Engine:
     service loop.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: JsonObject) -> None:
         with rare_collections():  # vLLM imports most of itself when it makes an engine
             from vllm import LLM
 
@@ -65,7 +66,7 @@ class Engine:
         del self.llm, self.samples
         gc.collect()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         ready = self.ready
         return {
             "policy_version": ready.policy_version,
@@ -150,7 +151,7 @@ class Engine:
         )
         return experts[0]
 
-    def _activations(self, tokens: list[int]) -> dict[str, Any]:
+    def _activations(self, tokens: list[int]) -> JsonObject:
         """Return outputs of the modules for a sequence (engine/hooks.py), and the logprobs of its
         tokens (preflight/engine.py: requirements).
         """
@@ -181,7 +182,7 @@ class Engine:
         rows: Any = output.prompt_logprobs or []
         return seen[0], rows
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
@@ -190,7 +191,7 @@ class Engine:
             self._on_workers("abort_weight_update")
             self._on_workers("start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: JsonObject) -> None:
         self.ready.beside = bool(update_info.get(BACKGROUND))
         if not self.ready.beside:
             self.samples.settle()
@@ -208,7 +209,7 @@ class Engine:
         self.ready.abandon_update(incomplete=self._worker_states()[1])
         self.samples.paused = False
 
-    def finish_weight_update(self, pause: bool = False) -> dict[str, Any]:
+    def finish_weight_update(self, pause: bool = False) -> JsonObject:
         """Load the update; open samples resume with the new weights, and their keys and values are
         recomputed.
 
@@ -257,9 +258,9 @@ class Engine:
             self.ready.abandon_update(incomplete=self._worker_states()[1])
             raise
 
-    def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
+    def _worker_states(self) -> tuple[list[JsonObject], bool]:
         """Return the state of each worker, and True if the weights are of no single version."""
-        states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
+        states: list[JsonObject] = self.llm.collective_rpc("weight_sync_state")
         versions = {state["policy_version"] for state in states}
         return states, len(versions) > 1 or any(state["incomplete"] for state in states)
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -72,7 +73,7 @@ def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, S
                 yield TensorSpec.of(f"{name}.{suffix}", parameter), WHOLE
 
 
-def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, Tensor]:
     """Return the layer's parameters in checkpoint layout (meta tensors that vLLM recorded before
     packing).
     """
@@ -105,7 +106,7 @@ def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     if it is not quantized.
     """
     scales = {
-        name: (cast(torch.Tensor, layer._k_scale), cast(torch.Tensor, layer._v_scale))
+        name: (cast(Tensor, layer._k_scale), cast(Tensor, layer._v_scale))
         for name, layer in model.named_modules()
         if isinstance(layer, Attention)
     }

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_rl.engine.readiness import Readiness
 from megatron_rl.engine.tool_calls import ToolCallParser
+from megatron_rl.files import JsonObject
 from megatron_rl.logs import logger
 from megatron_rl.types import Completion, FinishReason
 
@@ -31,7 +32,7 @@ Replies = list[tuple[int, Any]]  # (sample number, exception or completion)
 class Sample:
     """Open sample: its request, and the tokens generated so far."""
 
-    def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
+    def __init__(self, number: int, candidates: int, wanted: JsonObject) -> None:
         self.number = number
         self.wanted = wanted
         self._candidates = candidates
@@ -94,7 +95,7 @@ class Sample:
         """Return the completion. A logprob is NaN if it is missing, or if its candidates are
         unknown. `now`: the version of a response without a token.
         """
-        columns: dict[str, Any] = {"logprobs": self._logprobs}
+        columns: JsonObject = {"logprobs": self._logprobs}
         if self._candidates:
             found = sampling_support(self._rows, np.asarray(self._tokens), self._candidates)
             columns = dict(zip(("kept_ids", "kept_counts", "logprobs"), found, strict=True))
@@ -125,7 +126,7 @@ class OpenSamples:
         self.ready = ready
         self.draining = False  # no new samples are started
         self.paused = False  # open samples are paused until `resume`
-        self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
+        self._held: dict[int, tuple[int | None, JsonObject]] = {}  # patient requests
         self._engine = llm.llm_engine
         self._core = llm.llm_engine.engine_core
         self._open: dict[str, Sample] = {}  # by the core's name, which is never reused
@@ -269,7 +270,7 @@ class OpenSamples:
             return self._kept([(one.request_id, sample.processed) for one, sample in done])
         return [sample.expert_choices() for _, sample in done]
 
-    def _tool_calls(self, sample: Sample) -> dict[str, Any]:
+    def _tool_calls(self, sample: Sample) -> JsonObject:
         if not sample.tools:
             return {}
         return self._calls.parsed(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -48,7 +49,7 @@ class ModuleOutputs:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._passed: dict[Point, list[torch.Tensor]] = {}
+        self._passed: dict[Point, list[Tensor]] = {}
         self._handles = list(self._hooks(model))
 
     def end(self) -> bytes:
@@ -80,7 +81,7 @@ class ModuleOutputs:
         # a tuple with a residual or a bias
         self._keep(point, output[0] if isinstance(output, tuple) else output)
 
-    def _keep(self, point: Point, *values: torch.Tensor) -> None:
+    def _keep(self, point: Point, *values: Tensor) -> None:
         self._passed.setdefault(point, []).extend(
             value.detach().clone().flatten(1) for value in values
         )
@@ -97,7 +98,7 @@ def _point(name: str, module: torch.nn.Module) -> Point | None:
     return None
 
 
-def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
+def _joined(point: Point, values: list[Tensor]) -> Tensor:
     """Concatenate queries and keys. Of several logits outputs the last is for the prompt; those
     before are for sampling.
     """
@@ -110,7 +111,7 @@ class RouterChoices:
     """Recorder of routers' choices until `end`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._chosen: dict[int, list[torch.Tensor]] = {}
+        self._chosen: dict[int, list[Tensor]] = {}
         self._routers = {
             module.layer_id: module.router
             for module in model.modules()
@@ -120,7 +121,7 @@ class RouterChoices:
         for layer, router in self._routers.items():
             router.set_capture_fn(partial(self._see, layer))
 
-    def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
+    def _see(self, layer: int, ids_SK: Tensor) -> None:
         self._chosen.setdefault(layer, []).append(ids_SK.detach().to("cpu", torch.int32, copy=True))
         if also := self._before[layer]:  # the present input may be another request's cached prefix
             also(ids_SK)
@@ -160,15 +161,15 @@ class CachedChoices:
         self._table = runner.input_batch.block_table[0]
         self._slots = runner.kv_cache_config.num_blocks * self._table.block_size
         self._dtype = torch.uint8 if experts <= ONE_BYTE else torch.int16
-        self._kept_SLK: torch.Tensor | None = None
-        self._seen: dict[int, list[torch.Tensor]] = {}
+        self._kept_SLK: Tensor | None = None
+        self._seen: dict[int, list[Tensor]] = {}
         for module in runner.model.modules():
             if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter):
                 module.router.set_capture_fn(partial(self._see, module.layer_id))
         self._execute = runner.execute_model
         runner.execute_model = self._watched
 
-    def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
+    def _see(self, layer: int, ids_SK: Tensor) -> None:
         self._seen.setdefault(layer, []).append(ids_SK.detach().to(self._dtype))
 
     def _watched(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:

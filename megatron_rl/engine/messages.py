@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from megatron_rl.engine.readiness import LARGEST_ID
+from megatron_rl.files import JsonObject
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.processes.channel import Refused, encode
 from megatron_rl.weight_sync.manifest import NO_VERSION
@@ -34,7 +35,7 @@ Dtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
 Shape = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]], msgspec.Meta(max_length=8)
 ]
-Frames = list[dict[str, Any]]
+Frames = list[JsonObject]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,11 +69,11 @@ class Cancel(Body):
 
 
 class Init(Body):
-    init_info: dict[str, Any]
+    init_info: JsonObject
 
 
 class Stage(Body):
-    update_info: dict[str, Any]
+    update_info: JsonObject
 
 
 class Finish(Body):
@@ -124,7 +125,7 @@ def _form(**fields: Any) -> Any:
 _TENSOR = _form(name=Name, dtype=Dtype, shape=Shape)
 # arguments of a server before the first update and in each update, by transport (`ipc` reaches no
 # server); with `nccl` also the messages around tensors, by their key. Nothing of it is unpickled
-INITS: dict[str, Any] = {
+INITS: JsonObject = {
     "file": EmptyBody,
     "nccl": _form(
         master_address=Name,
@@ -136,13 +137,13 @@ INITS: dict[str, Any] = {
         packed_num_buffers=Few,
     ),
 }
-TENSORS: dict[str, Any] = {
+TENSORS: JsonObject = {
     "file": FileUpdate,
     "nccl": _form(names=list[Name], dtype_names=list[Dtype], shapes=list[Shape]),
 }
 _TENSORS = list[_TENSOR]  # type: ignore[valid-type]
 _ANNOUNCED = _form(policy_version=Natural, format=Name, tensors=_TENSORS)
-AROUND: dict[str, Any] = {
+AROUND: JsonObject = {
     "announce": _form(announce=_ANNOUNCED),
     "seal": _form(seal=_form(policy_version=Natural, checksums=dict[Name, tuple[int, int]])),
     "abandon": _form(abandon=Name),
@@ -200,7 +201,7 @@ def checked(
     return requests, refusals
 
 
-def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> dict[str, Any]:
+def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> JsonObject:
     form = REQUESTS.get(frame.method)
     if form is None:
         raise Refused(f"no method {frame.method[:40]!r}; an engine supports {', '.join(REQUESTS)}")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -41,7 +42,7 @@ def load(
     model: Any,
     model_config: ModelConfig,
     device: torch.device,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Replace every parameter of the live model; raises if one of them was not written."""
     dtype = model_config.dtype
@@ -58,7 +59,7 @@ def load(
 
 
 def load_layerwise(
-    model: Any, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
+    model: Any, model_config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Load with vLLM's layerwise reload, and collect the unwritten parameters, which vLLM only
     logs.
@@ -145,7 +146,7 @@ def refuse_unwritten_experts(model: Any) -> None:
     )
 
 
-def _expert_stacks(layer: RoutedExperts) -> dict[str, torch.Tensor]:
+def _expert_stacks(layer: RoutedExperts) -> dict[str, Tensor]:
     """Return the unquantized weights of a layer's experts; the first dimension counts experts."""
     plain = (torch.bfloat16, torch.float16, torch.float32)
     return {

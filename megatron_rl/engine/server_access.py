@@ -8,8 +8,6 @@ Uvicorn waits indefinitely for a request's header: connections without the key a
 (processes/unauthenticated.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
@@ -37,7 +35,7 @@ class Key:
 
     @staticmethod
     @cache
-    def of_environment() -> Key:
+    def of_environment() -> "Key":
         return Key(os.environ[VARIABLE])
 
     def shown_in(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:

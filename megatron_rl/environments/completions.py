@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_rl.environments.session import PolicyResponse, read_arguments
+from megatron_rl.files import JsonObject
 
 MODEL = "policy"
 Count = Annotated[int, Meta(gt=0)]
@@ -69,7 +70,7 @@ class Function(msgspec.Struct):
     """Function of a tool, or of a call."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | JsonObject = ""
 
 
 class Named(msgspec.Struct):
@@ -102,11 +103,11 @@ class ChatRequest(msgspec.Struct):
 class ParsedRequest:
     """Arguments of PolicyClient.turn_response, and the writer of the reply."""
 
-    arguments: dict[str, Any]
-    write: Callable[[PolicyResponse], dict[str, Any] | str]  # JSON, or server-sent events
+    arguments: JsonObject
+    write: Callable[[PolicyResponse], JsonObject | str]  # JSON, or server-sent events
 
 
-def request_object(body: bytes) -> dict[str, Any]:
+def request_object(body: bytes) -> JsonObject:
     """Return the JSON object of a request."""
     try:
         given = json.loads(body)
@@ -147,7 +148,7 @@ def chat_request(given: Mapping[str, Any]) -> ParsedRequest:
     return ParsedRequest(arguments, _chunk if given.get("stream") else completion)
 
 
-def completion(response: PolicyResponse) -> dict[str, Any]:
+def completion(response: PolicyResponse) -> JsonObject:
     """Return the reply with a response."""
     message = dict(response.message)
     count = len(response.completion.token_ids)
@@ -191,7 +192,7 @@ def _chunk(response: PolicyResponse) -> str:
     return events([{**chunk, "object": "chat.completion.chunk"}]) + "data: [DONE]\n\n"
 
 
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+def _message(given: Mapping[str, Any]) -> JsonObject:
     """Convert a message to the form of chat templates: text as text, arguments as mappings."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
@@ -203,7 +204,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
+def _as_sampled(function: Mapping[str, Any]) -> JsonObject:
     """Return a call with its name first, as sampled: clients reorder keys, and templates may print
     all.
     """
@@ -215,7 +216,7 @@ def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], **function, "arguments": read}
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text(function: Mapping[str, Any]) -> JsonObject:
     arguments = function["arguments"]
     return {
         **function,

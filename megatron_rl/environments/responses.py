@@ -21,6 +21,7 @@ from megatron_rl.environments.completions import (
     events,
 )
 from megatron_rl.environments.session import PolicyResponse
+from megatron_rl.files import JsonObject
 
 SUPPORTED = {
     **FIXED,
@@ -32,9 +33,9 @@ SUPPORTED = {
 class ResponsesRequest(msgspec.Struct):
     """Supported fields of a request."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[JsonObject], Meta(min_length=1)]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     max_output_tokens: Count | None = None
 
 
@@ -50,9 +51,9 @@ def responses_request(given: Mapping[str, Any]) -> ParsedRequest:
     return ParsedRequest(chat_request(chat).arguments, partial(_reply, given))
 
 
-def _messages(known: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(known: ResponsesRequest) -> list[JsonObject]:
     """Convert items to messages; calls are part of the assistant's message before them."""
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     if known.instructions:
         messages.append({"role": "system", "content": known.instructions})
     if isinstance(known.input, str):
@@ -75,7 +76,7 @@ def _messages(known: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _reply(given: Mapping[str, Any], response: PolicyResponse) -> dict[str, Any] | str:
+def _reply(given: Mapping[str, Any], response: PolicyResponse) -> JsonObject | str:
     """Return the reply with a response, as events if the request streams."""
     chat = completion(response)
     (choice,) = chat["choices"]
@@ -104,7 +105,7 @@ def _reply(given: Mapping[str, Any], response: PolicyResponse) -> dict[str, Any]
     if not given.get("stream"):
         return whole
     begun = {**whole, "status": "in_progress", "output": [], "usage": None}
-    found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
+    found: list[tuple[str, JsonObject]] = [("created", {"response": begun})]
     for place, (item, steps) in enumerate(items):
         where = {"output_index": place, "item_id": item["id"], "content_index": 0}
         steps.append(("output_item.done", {"item": item}))
@@ -118,13 +119,13 @@ def _reply(given: Mapping[str, Any], response: PolicyResponse) -> dict[str, Any]
 
 def _items(
     name: str, message: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
+) -> Iterator[tuple[JsonObject, list[tuple[str, JsonObject]]]]:
     """Yield the items of a message, its text and its calls, each with the events before its end."""
     calls = message.get("tool_calls", [])
     text = message["content"]
-    item: dict[str, Any]
+    item: JsonObject
     if text or not calls:
-        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+        part: JsonObject = {"type": "output_text", "text": text, "annotations": []}
         item = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]}
         yield (
             {**item, "status": "completed"},

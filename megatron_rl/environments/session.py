@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.config.schema import EnvironmentSection
-from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
+from megatron_rl.data.tokenizer import FolderTokenizer, Messages, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentProcess
 from megatron_rl.environments.stops import CALLS, ended
+from megatron_rl.files import JsonObject
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.rewards.user_process import as_json
 from megatron_rl.sampler.sampler import TurnClient
@@ -76,7 +77,7 @@ class PolicyResponse:
     number: int
     asked: int  # tokens of its request
     completion: Completion
-    message: dict[str, Any]  # the response as a message of the conversation
+    message: JsonObject  # the response as a message of the conversation
     text: str
     stop: str | None = None  # the agent's stop text at which the response was cut
 
@@ -109,9 +110,7 @@ class PolicyClient:
         self._key = key
         self._order = asyncio.Lock()
 
-    async def answer(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> PolicyResponse:
+    async def answer(self, messages: Messages, tools: Sequence[Any]) -> PolicyResponse:
         """The policy's response. Raises ContextFull if it has no space, or TemplateError."""
         async with self.turn_response(messages, tools) as response:
             return response
@@ -119,7 +118,7 @@ class PolicyClient:
     @asynccontextmanager
     async def turn_response(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Any],
         max_tokens: int | None = None,
         stops: Sequence[str] = (),
@@ -184,9 +183,7 @@ class PolicyClient:
             turn.number = number
         transcript.conversation.turns = read
 
-    def _request(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> tuple[Turn, list[int]]:
+    def _request(self, messages: Messages, tools: Sequence[Any]) -> tuple[Turn, list[int]]:
         """Return the next turn, and the tokens of its request."""
         conversation = self.transcript.conversation
         try:
@@ -218,7 +215,7 @@ class PolicyClient:
         completion, stop = ended(
             completion, stops, ids=ids, prompt=asked, decode=decode, parser=self.rules.parser
         )
-        message: dict[str, Any] = {"role": "assistant", "content": completion.content}
+        message: JsonObject = {"role": "assistant", "content": completion.content}
         if completion.content is None:
             message["content"] = decode(ids)
         if completion.calls:
@@ -277,7 +274,7 @@ class EnvironmentSession:
         self._rules = rules
         self._tokenizer = tokenizer
         self._limit_s = rules.section.tool_timeout_s
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[JsonObject] = []
         self._tools: Sequence[Any] = ()
 
     async def play(self, row: Mapping[str, Any]) -> None:
@@ -335,13 +332,13 @@ class EnvironmentSession:
         self.messages.append(response.message)
         return response
 
-    def add(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def add(self, messages: Messages) -> list[JsonObject]:
         """Add messages to the conversation; return them as the policy will read them."""
         added = [self._cut(dict(one)) for one in messages]
         self.messages += added
         return added
 
-    async def called(self, response: PolicyResponse) -> list[dict[str, Any]]:
+    async def called(self, response: PolicyResponse) -> list[JsonObject]:
         """Make the calls of a response; return the tool messages, empty if there are no calls."""
         message, content = response.message, response.message["content"]
         if not self._tools:
@@ -357,12 +354,12 @@ class EnvironmentSession:
 
     async def _follow(
         self, response: PolicyResponse
-    ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
+    ) -> tuple[SessionTurn, list[JsonObject] | None]:
         """Record the turn and return the messages to add; None if the session is over."""
         transcript = self._policy.transcript
         completion = response.completion
         begun = time.perf_counter()
-        about: dict[str, Any] = {
+        about: JsonObject = {
             "tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
         }
@@ -384,11 +381,11 @@ class EnvironmentSession:
         after = None if step["done"] else step["messages"]
         return SessionTurn(tool_seconds=time.perf_counter() - begun, **about), after
 
-    async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
+    async def _called(self, place: int, call: JsonObject) -> JsonObject:
         """Make a tool call; return its message."""
         counts = self._policy.transcript.counts
         function = call["function"]
-        reply: dict[str, Any]
+        reply: JsonObject
         if place >= MOST_CALLS:
             reply = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
         elif not isinstance(function["arguments"], dict):
@@ -406,7 +403,7 @@ class EnvironmentSession:
             "content": reply["text"],
         }
 
-    def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, message: JsonObject) -> JsonObject:
         """Truncate a message of the turn to `environment.max_observation_tokens`, with a note."""
         most = self._rules.section.max_observation_tokens
         cut = {

@@ -5,8 +5,6 @@ Collectors request a session as they request a single response; each of its bran
 The engines are a Sampler's (sampler.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress

@@ -30,6 +30,7 @@ from megatron_rl.environments.environment import (
     load,
 )
 from megatron_rl.environments.tools import ToolBox, as_text
+from megatron_rl.files import JsonObject
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent
 from megatron_rl.rewards.functions import for_metrics
@@ -64,7 +65,7 @@ def main(descriptor: int, parent: int) -> None:
         connection.close()
 
 
-def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _about(loaded: Loaded, settings: Mapping[str, Any]) -> JsonObject:
     """Return the kind (agent or environment) and the tools of the loaded name; instantiate an
     environment as a check.
     """
@@ -138,8 +139,8 @@ class Conversation:
                 os._exit(0)  # a child that the user's code has forked
             channel.send(reply | {"id": request["id"]})
 
-    def _answer(self, what: dict[str, Any]) -> Any:
-        answers: dict[str, Any] = {
+    def _answer(self, what: JsonObject) -> Any:
+        answers: JsonObject = {
             "reset": self._reset,
             "step": self._step,
             "tool": self._tool,
@@ -155,7 +156,7 @@ class Conversation:
         messages = as_messages(self._settled(self._environment.reset(row)))
         return {"messages": _plain(messages), "tools": self._tools.schemas}
 
-    def _step(self, answer: dict[str, Any]) -> Any:
+    def _step(self, answer: JsonObject) -> Any:
         assert self._environment is not None
         step = as_step(self._settled(self._environment.step(Answer(**answer))))
         if step.done and not step.messages:
@@ -234,7 +235,7 @@ def _closed(environment: Any) -> Any:
     return close() if callable(close) else None
 
 
-def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _plain(messages: list[JsonObject]) -> list[JsonObject]:
     """Return messages that can be sent: text cut to a bound, everything else as JSON."""
     cut = [
         one

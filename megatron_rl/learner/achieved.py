@@ -2,11 +2,11 @@
 
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.model import Model
+from megatron_rl.types import Metrics
 
 GIB = 1 << 30
 TERA = 1e12
@@ -19,9 +19,9 @@ class Achieved:
     peak_tflops: float | None  # of a device; None: not known
     sampled: bool
 
-    def __call__(self, line: Mapping[str, float]) -> dict[str, float]:
+    def __call__(self, line: Metrics) -> Metrics:
         """`line`: a step's metrics, its times among them."""
-        found: dict[str, float] = {}
+        found: Metrics = {}
         if self.sampled and "rollout/tokens" in line and line["time/step"] > 0:
             found["perf/tokens_per_s_per_device"] = (
                 line["rollout/tokens"] / line["time/step"] / self.devices
@@ -42,7 +42,7 @@ class Achieved:
         return found
 
 
-def memory_peaks() -> dict[str, float]:
+def memory_peaks() -> Metrics:
     """Return the peak memory of rank 0 so far."""
     found = {
         "perf/host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# patches torch for CPUs before megatron is imported
 from megatron_rl.learner.policy import Policy
+
+# patches torch for CPUs before megatron is imported
+from megatron_rl.types import Metrics
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
@@ -256,7 +258,7 @@ class ForwardPasses(Policy):
         """Largest key and value of each layer on this rank since the last call: [layer, 2]."""
         return self._cache.take()
 
-    def router_flips(self, batch: Batch, chosen_PLK: Tensor) -> dict[str, float]:
+    def router_flips(self, batch: Batch, chosen_PLK: Tensor) -> Metrics:
         """The share of tokens of which some expert differs from `chosen_PLK` (the engine's; -1:
         none), by layer and in all.
         """
@@ -273,7 +275,7 @@ class ForwardPasses(Policy):
             if tokens
         }
 
-    def take_replayed(self) -> dict[str, float]:
+    def take_replayed(self) -> Metrics:
         """Shares of tokens replayed since the last call, and of those that the routers flip.
 
         By layer and in total. Empty without replay or experts.

@@ -36,6 +36,7 @@ from megatron_rl.loss.policy_loss import (
 )
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
+from megatron_rl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,7 @@ class Learner(ForwardPasses):
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir)
         self._own_logprobs_N: Tensor | None = None
 
-    def update(
-        self, share: Share, targets: UpdateInputs, rows: Tensor | None = None
-    ) -> dict[str, float]:
+    def update(self, share: Share, targets: UpdateInputs, rows: Tensor | None = None) -> Metrics:
         """Run one optimizer step on the minibatch, or on these rows of the table; same metrics on
         all ranks. `targets`: of the replica's rows.
         """
@@ -101,7 +100,7 @@ class Learner(ForwardPasses):
                 seen_B = torch.isin(share.own, about.rows)
                 own_N[~share.batch.responses.at_tokens(seen_B)] = math.nan
                 self._own_logprobs_N = own_N
-            mine: dict[str, float] = {}
+            mine: Metrics = {}
             for metrics, _ in results if self.ranks.reports else ():
                 for name, value in metrics.items():
                     mine[name] = mine.get(name, 0.0) + float(value)
@@ -190,8 +189,8 @@ class Learner(ForwardPasses):
         return loss, unused, (found, scores.logprobs_N.detach())
 
     def _step(
-        self, metrics: dict[str, float], whole: Callable[[], tuple[Batch, UpdateInputs] | None]
-    ) -> dict[str, float]:
+        self, metrics: Metrics, whole: Callable[[], tuple[Batch, UpdateInputs] | None]
+    ) -> Metrics:
         """Clip and step, unless the loss or the gradient norm is not finite."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
         for group in self.optimizer.param_groups:

@@ -10,7 +10,7 @@ dumps/nonfinite_12/          after 12 optimizer steps
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_rl.learner.policy import RANDOM, Policy
 from megatron_rl.logs import logger
 from megatron_rl.loss.prox_pass import DRAWS
 from megatron_rl.models.tensors import read_tensors, write_tensors
+from megatron_rl.types import Metrics
 
 STEPS_IN_A_ROW = 10  # steps whose updates may all be skipped; after more the run is stopped
 POLICY = "policy"
@@ -68,7 +69,7 @@ class NonFiniteUpdates:
     def met(
         self,
         minibatch: Callable[[], Minibatch | None],
-        metrics: Mapping[str, float],
+        metrics: Metrics,
         norm: float,
     ) -> None:
         """`minibatch`: called on all ranks, returns the minibatch on the driver."""
@@ -96,9 +97,7 @@ class NonFiniteUpdates:
             )
         logger("learner").warning(f"{found}: not a number, so this update is skipped{where}")
 
-    def _dump(
-        self, dump_dir: Path, minibatch: Minibatch | None, metrics: Mapping[str, float]
-    ) -> str:
+    def _dump(self, dump_dir: Path, minibatch: Minibatch | None, metrics: Metrics) -> str:
         """Write the update on all ranks; return how to repeat it, or the error."""
         folder = dump_dir / f"nonfinite_{self._learner.steps}"
         number = self._learner.left_out_in_a_row
@@ -122,7 +121,7 @@ class NonFiniteUpdates:
         return exchange(problem)[0]
 
     def _write_minibatch(
-        self, path: Path, minibatch: Minibatch | None, metrics: Mapping[str, float], whole: bool
+        self, path: Path, minibatch: Minibatch | None, metrics: Metrics, whole: bool
     ) -> None:
         assert minibatch is not None, "the driver has it"
         batch, targets = minibatch

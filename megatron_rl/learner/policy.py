@@ -2,8 +2,6 @@
 names parameters; random states, memory returned to engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -11,8 +11,6 @@ that are counted in denominators.
 Shape legend: N response tokens, B rows of a micro-batch, G prompts, F rows with counted tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +30,7 @@ from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
+from megatron_rl.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Totals:
     def prompts(self) -> int:
         return len(self.prompt_ids_G)
 
-    def to(self, device: torch.device) -> Totals:
+    def to(self, device: torch.device) -> "Totals":
         return replace(
             self,
             prompt_ids_G=self.prompt_ids_G.to(device),
@@ -215,7 +214,7 @@ def _token_metrics(
     return found
 
 
-def over_trained(metrics: dict[str, float]) -> dict[str, float]:
+def over_trained(metrics: Metrics) -> Metrics:
     """The batch's metrics, with means that are of the tokens that rules in the loss have left."""
     trained = metrics.get("loss/trained_fraction") or 1.0
     return metrics | {

@@ -4,8 +4,6 @@ The writer knows every name, dtype and shape before the first byte, so that tens
 any order. Other files are copied.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
-from megatron_rl.files import replacing, write_atomic
+from megatron_rl.files import JsonObject, replacing, write_atomic
 from megatron_rl.models.tensors import DTYPES, TensorSpec, as_bytes, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
@@ -62,14 +61,14 @@ class HfFolder:
     def names(self) -> list[str]:
         return list(self.stored)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
         """A view of the file: only what is looked at is read, and it stays mapped."""
         file = self._place(name).file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_tensor(name)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Read a tensor into its own memory, which is freed with its last reference."""
         return read_stored(name, self._place(name))
 
@@ -82,7 +81,7 @@ class HfFolder:
         return self.stored[name]
 
 
-def read_stored(name: str, stored: Stored) -> torch.Tensor:
+def read_stored(name: str, stored: Stored) -> Tensor:
     spec = spec_of(name, stored)
     values = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
     if len(values) < stored.nbytes:
@@ -115,7 +114,7 @@ class SafetensorsWriter:
     def __contains__(self, name: object) -> bool:
         return name in self._placed
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         stored = self._placed[name]
         spec = TensorSpec.of(name, tensor)
         wanted = spec_of(name, stored)
@@ -134,7 +133,7 @@ class SafetensorsWriter:
             at = at + count
             content = content[count:]
 
-    def __enter__(self) -> SafetensorsWriter:
+    def __enter__(self) -> "SafetensorsWriter":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -150,7 +149,7 @@ class SafetensorsWriter:
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
     """Entries ordered as the safetensors library orders them: by dtype, then by name."""
     order = list(DTYPES)
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in sorted(specs, key=lambda spec: (order.index(spec.dtype), spec.name)):
         entries[spec.name] = {
@@ -172,7 +171,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def write_folder(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
     max_file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -210,7 +209,7 @@ def packed(
     }
 
 
-def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any] | None:
+def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> JsonObject | None:
     """Index of several safetensors files; None for a single one."""
     if len(files) == 1:
         return None

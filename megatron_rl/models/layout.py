@@ -5,8 +5,6 @@ The rules are those of megatron-core, restated to work without process groups; `
 compares the two at the start of every run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,7 +39,7 @@ class Layout:
     vocab_multiple: int = 1  # each rank's share of the vocabulary is a multiple of this
 
     @classmethod
-    def from_config(cls, learner: LearnerSection) -> Layout:
+    def from_config(cls, learner: LearnerSection) -> "Layout":
         given = learner.megatron
         return cls(
             tp=learner.tensor_parallel,

@@ -15,6 +15,7 @@ from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
+from megatron_rl.models.tensors import Shape
 
 _WRAPPED = re.compile(r"^(?:module\.)+")  # by DDP, Float16Module
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
@@ -32,6 +33,9 @@ class Span:
     length: int
 
 
+Spans = tuple[Span, ...]
+
+
 @dataclass(frozen=True)
 class HfSlice:
     """The part of one Hugging Face tensor that one rank's shard of a megatron parameter holds.
@@ -40,16 +44,16 @@ class HfSlice:
     """
 
     name: str
-    shape: tuple[int, ...]  # of the full tensor
+    shape: Shape  # of the full tensor
     dim: int  # along which it is split
-    spans: tuple[Span, ...]
+    spans: Spans
 
     @property
     def length(self) -> int:
         return sum(span.length for span in self.spans)
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> Shape:
         return (
             *self.shape[: self.dim],
             self.length,
@@ -65,10 +69,10 @@ class Param:
     layer: int | None
     expert: int | None
     hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
 
     @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
+    def sizes(self) -> dict[str, Shape]:
         """Shapes by Hugging Face's names."""
         return dict(zip(self.hf, self.shapes, strict=True))
 
@@ -82,7 +86,7 @@ class Param:
             return (layout.expert_tp, place.etp)
         return (layout.tp, place.tp)
 
-    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+    def local_shape(self, layout: Layout) -> Shape:
         size = layout.expert_tp if self.row.expert else layout.tp
         split = self.row.split
         first = self.shapes[0]
@@ -142,9 +146,7 @@ class Param:
             return (whole // 2, whole // 2)
         return (whole,)
 
-    def _as_stored(
-        self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]
-    ) -> list[tuple[Span, ...]]:
+    def _as_stored(self, spans: list[Spans], lengths: tuple[int, ...]) -> list[Spans]:
         """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on
         each other in it.
         """
@@ -166,7 +168,7 @@ def _share(total: int, size: int, name: str) -> int:
     return total // size
 
 
-def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]]:
+def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[Spans]:
     """Spans of a rank in a stack of [queries of the group, key, value], group after group.
 
     With more ranks than groups a share is a part of one group: it may hold queries only.
@@ -317,9 +319,7 @@ def _adapter(
     )
 
 
-def adapted_rows(
-    param: Param, shape: ModelShape, layout: Layout, place: Place
-) -> list[tuple[Span, ...]]:
+def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) -> list[Spans]:
     """The rows of a rank's shard that belong to each of its weight's targets, in the order of A."""
     assert shape.lora is not None
     if param.row.split is Split.row:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection, Precision
-from megatron_rl.files import read_json
+from megatron_rl.files import JsonObject, read_json
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import Lora, ModelShape
+from megatron_rl.models.shape import HfConfig, Lora, ModelShape
 
 LARGEST_CONFIG = 1 << 20
 
@@ -22,13 +20,13 @@ class Model:
 
     shape: ModelShape
     layout: Layout
-    hf_config: Mapping[str, Any]
+    hf_config: HfConfig
     head: Precision = Precision.bf16  # of the logits
 
     @classmethod
     def of(
         cls,
-        hf_config: Mapping[str, Any],
+        hf_config: HfConfig,
         layout: Layout,
         head: Precision = Precision.bf16,
         lora: Lora | None = None,
@@ -44,7 +42,7 @@ class Model:
         )
 
 
-def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:
+def read_hf_config(path: Path | str, key: str = "model.path") -> JsonObject:
     """config.json of a model's folder, or a file that is one. `key`: what the path was given as."""
     file = Path(path)
     if file.suffix != ".json":

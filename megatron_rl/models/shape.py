@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import ALL_LINEAR, LoraSection
 
+HfConfig = Mapping[str, Any]  # content of config.json
 ADAPTER = "lora"  # its name in its layer
 ADAPTER_KEY = f".{ADAPTER}."  # in the names of adapters under megatron-core
 # model_type in config.json -> features that every model of the family has
@@ -71,7 +72,7 @@ class ModelShape:
     lora: Lora | None = None  # the learner's, which trains nothing else
 
     @classmethod
-    def from_hf(cls, hf_config: Mapping[str, Any]) -> ModelShape:
+    def from_hf(cls, hf_config: HfConfig) -> ModelShape:
         family = str(hf_config.get("model_type", ""))
         if family not in FAMILIES:
             hint = did_you_mean(family, FAMILIES, "; did you mean {!r}")
@@ -172,7 +173,7 @@ _LARGEST = {
 }
 
 
-def _misfits(hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(hf_config: HfConfig) -> Iterator[str]:
     """Problems with the sizes in a config.json, one by one and together."""
     given = hf_config.get
     found = [
@@ -195,7 +196,7 @@ def _misfits(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield f"head_dim is {width}, but rotary embeddings turn pairs of channels"
 
 
-def _dense_layers(hf_config: Mapping[str, Any], layers: int) -> frozenset[int]:
+def _dense_layers(hf_config: HfConfig, layers: int) -> frozenset[int]:
     """Qwen-style mixtures may keep some layers dense: listed ones, and all but every n-th."""
     listed = set(hf_config.get("mlp_only_layers") or ())
     every = int(hf_config.get("decoder_sparse_step") or 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
@@ -24,7 +25,8 @@ HELD = {
     "cpu": 1 << 18,
     "cuda": 1 << 25,
 }
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
+Axes = tuple[int, ...]  # a number for each
+Box = tuple[Axes, Axes]  # from where, and how long, on each axis
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ def local_shard(
     shape: ModelShape,
     layout: Layout,
     place: Place,
-    get_hf: Callable[[str], torch.Tensor],
-) -> torch.Tensor:
+    get_hf: Callable[[str], Tensor],
+) -> Tensor:
     """The shard of megatron parameter `name` (global numbers) that the rank at `place` starts from.
 
     `get_hf(name)` returns a full Hugging Face tensor; rows that pad the vocabulary are zero.
@@ -56,10 +58,10 @@ def local_shard(
 
 
 def assemble(
-    param: Param, shape: ModelShape, layout: Layout, place: Place, tensors: Iterable[torch.Tensor]
-) -> torch.Tensor:
+    param: Param, shape: ModelShape, layout: Layout, place: Place, tensors: Iterable[Tensor]
+) -> Tensor:
     """Cut the shard out of the full tensors behind `param`, in the order of `param.hf`."""
-    local: torch.Tensor | None = None
+    local: Tensor | None = None
     pieces = param.slices(shape, layout, place)
     for piece, full in zip(pieces, tensors, strict=True):
         if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(
@@ -78,9 +80,7 @@ def assemble(
     return local
 
 
-def cut(
-    param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]
-) -> list[tuple[HfSlice, torch.Tensor]]:
+def cut(param: Param, local: Tensor, slices: tuple[HfSlice, ...]) -> list[tuple[HfSlice, Tensor]]:
     """Cut a shard into its parts of Hugging Face tensors, each with its slice."""
     out = []
     for piece in slices:
@@ -99,19 +99,19 @@ def cut(
 
 def row_numbers(
     kinds: Iterable[Iterable[Span]], device: torch.device | None = None
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The rows of a shard that each of its kinds has, of their spans (mapping.adapted_rows)."""
     runs = [[torch.arange(span.local, span.local + span.length) for span in kind] for kind in kinds]
     return [torch.cat([torch.arange(0), *of_kind]).to(device) for of_kind in runs]
 
 
 def merge(
-    weight_NK: torch.Tensor,
-    a: torch.Tensor,
-    b_NR: torch.Tensor,
-    rows: Sequence[torch.Tensor],
+    weight_NK: Tensor,
+    a: Tensor,
+    b_NR: Tensor,
+    rows: Sequence[Tensor],
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """The weight with its adapter, rounded once to its own precision.
 
     `rows`: of each tensor that Hugging Face keeps apart, whose A's are stacked in `a`. Products are
@@ -136,7 +136,7 @@ def merge(
     return merged
 
 
-def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _checked(tensor: Tensor, name: str, shape: Axes) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
     return tensor
@@ -148,9 +148,9 @@ class Region:
     for each axis.
     """
 
-    start: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    start: Axes
+    offset: Axes
+    size: Axes
 
 
 def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
@@ -184,7 +184,7 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
 
 
 def run_regions(
-    regions: list[Region], local: tuple[int, ...], start: int, stop: int
+    regions: list[Region], local: Axes, start: int, stop: int
 ) -> Iterator[tuple[int, Region]]:
     """Blocks that make up elements [start, stop) of the flattened shard, each with its place there.
 
@@ -218,14 +218,14 @@ def common(one: Box, other: Box) -> Box | None:
     return None
 
 
-def part(tensor: torch.Tensor, start: Iterable[int], size: Iterable[int]) -> torch.Tensor:
+def part(tensor: Tensor, start: Iterable[int], size: Iterable[int]) -> Tensor:
     """Return the block of a tensor that begins at `start`, a view."""
     for axis, (at, length) in enumerate(zip(start, size, strict=True)):
         tensor = tensor.narrow(axis, at, length)
     return tensor
 
 
-def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _boxes(size: Axes, start: int, stop: int) -> Iterator[Box]:
     """A run of a flattened tensor as blocks (start, size), in the order of the run."""
     if start >= stop:
         return
@@ -245,7 +245,7 @@ def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     yield from _boxes(size, (row + rows) * inner, stop)
 
 
-def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+def _at(values: Axes, axis: int, value: int) -> Axes:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
@@ -254,7 +254,7 @@ def weight_names(layer: Any) -> list[str]:
     return [name for name, _ in layer.named_parameters(recurse=False) if name.startswith("weight")]
 
 
-def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
+def merged_weight(layer: Any, name: str = "weight") -> Tensor:
     """A layer's weight as a sync sends it."""
     weight = getattr(layer, name).detach()
     adapter = layer._modules.get(ADAPTER)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+Shape = tuple[int, ...]
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a full tensor
 # torch's name -> (safetensors' name, bytes of an element), in the order in which that library lays
 # tensors out
 DTYPES = {
@@ -31,7 +33,7 @@ DTYPES = {
 class TensorSpec:
     name: str
     dtype: str  # as torch calls it
-    shape: tuple[int, ...]
+    shape: Shape
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:

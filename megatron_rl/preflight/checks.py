@@ -3,7 +3,7 @@ starts: every problem in one error, or in a list for the planner; and notes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_rl.config.rules import Rule, findings
 from megatron_rl.learner.modules import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
-from megatron_rl.models.shape import Lora, ModelShape
+from megatron_rl.models.shape import HfConfig, Lora, ModelShape
 from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
@@ -140,7 +140,7 @@ def check_watched(config: schema.Config) -> None:
     refuse(f"mismatch: {why}" for why in findings([engine.unwatchable], facts))
 
 
-def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def unquantized(model: schema.ModelSection, hf_config: HfConfig) -> Iterator[str]:
     """Refuse a model whose stored weights are quantized."""
     if "quantization_config" in hf_config:
         yield (
@@ -150,7 +150,7 @@ def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Ite
 
 
 def context(
-    hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection
+    hf_config: HfConfig, rollout: schema.RolloutSection, eval: schema.EvalSection
 ) -> Iterator[str]:
     """Lengths of training and evaluation against the model's context."""
     longest = hf_config.get("max_position_embeddings")

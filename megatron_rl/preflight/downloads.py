@@ -11,21 +11,28 @@ from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, IfExists, ModelInit
 from megatron_rl.data import hub_sets
 from megatron_rl.data.hub_sets import Unreachable, naming
+from megatron_rl.files import free_bytes
 from megatron_rl.hub import HubId
 from megatron_rl.logs import logger
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A repository that a key names, and the files that are needed of it."""
+    """A model's repository that a key names."""
 
     key: str
     id: HubId
-    what: str  # the files, in words
-    patterns: tuple[str, ...]
+    weights: bool = True  # whether they are needed, too
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        if self.weights:
+            return hub.SMALL_FILES + hub.WEIGHTS
+        return hub.SMALL_FILES
 
     def __str__(self) -> str:
-        return f"{self.id} ({self.key}): {self.what}"
+        what = "config, tokenizer and .safetensors" if self.weights else "config and tokenizer"
+        return f"{self.id} ({self.key}): {what}"
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,10 @@ class Download:
 
 def references(config: Config) -> list[Reference]:
     """Return what the keys of a configuration name on the hub."""
-    found = []
-    if one := hub.parse(config.model.path):
-        found.append(_model("model.path", one, config.model.init is ModelInit.pretrained))
-    return found
-
-
-def _model(key: str, one: HubId, weights: bool = True) -> Reference:
-    if weights:
-        what = "config, tokenizer and .safetensors"
-        return Reference(key, one, what, hub.SMALL_FILES + hub.WEIGHTS)
-    return Reference(key, one, "config and tokenizer", hub.SMALL_FILES)
+    one = hub.parse(config.model.path)
+    if one is None:
+        return []
+    return [Reference("model.path", one, config.model.init is ModelInit.pretrained)]
 
 
 def with_small_files(config: Config) -> Config:
@@ -110,7 +110,7 @@ def fetched(text: str, key: str, weights: bool = True) -> Path:
         return Path(text)
     with naming(key):
         folder = hub.download(one, hub.SMALL_FILES)
-    if needed := _outstanding(_model(key, replace(one, revision=folder.name), weights)):
+    if needed := _outstanding(Reference(key, replace(one, revision=folder.name), weights)):
         fetch([needed], logger("hub").info)
     return folder
 
@@ -156,7 +156,7 @@ def _with_commit(config: Config, one: HubId, folder: Path) -> Config:
 def _complete(one: Reference) -> Path | None:
     """Return the folder of a reference in the cache, if nothing is missing there."""
     folder = hub.cached(one.id, one.patterns)
-    if folder and set(hub.WEIGHTS) <= set(one.patterns) and not any(folder.glob("*.safetensors")):
+    if folder and one.weights and not any(folder.glob("*.safetensors")):
         return None  # the repository has none
     return folder
 
@@ -167,7 +167,7 @@ def _outstanding(one: Reference) -> Download | None:
     with naming(one.key):
         listing = hub.list_files(one.id)
     wanted = listing.matching(one.patterns)
-    if set(hub.WEIGHTS) <= set(one.patterns) and not listing.matching(hub.WEIGHTS):
+    if one.weights and not listing.matching(hub.WEIGHTS):
         raise ConfigError(
             f"{one.key}: {one.id} has no .safetensors; weights in pickle files (.bin) are not "
             "read, name a revision or a model with safetensors"
@@ -179,7 +179,7 @@ def _outstanding(one: Reference) -> Download | None:
         if folder is None or not (folder / name).is_file()
     }
     needed = Download(replace(one, id=listing.id), sizes)
-    free = hub.free_bytes()
+    free = free_bytes(hub.cache())
     if needed.nbytes > free:
         raise ConfigError(
             f"{one.key}: {needed.nbytes} bytes to download of {one.id}, but {hub.cache()} has {free} "

@@ -2,7 +2,7 @@
 and tokenizer. `read_card`: config.json of a model, from conf/model/ if its folder is missing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
 from megatron_rl.models.model import read_hf_config
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import HfConfig, ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import downloads
 from megatron_rl.tracking.trackers import PACKAGES
@@ -197,7 +197,7 @@ def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
 
 
 def end_of_text(
-    model: schema.ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]
+    model: schema.ModelSection, shape: ModelShape, hf_config: HfConfig
 ) -> Iterator[str]:
     """Check the ids that end a response; without them every response has
     rollout.max_response_tokens.

@@ -3,7 +3,6 @@ run writes to disk.
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatron_rl.config import schema
 from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
+from megatron_rl.files import free_bytes
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.models.shape import ModelShape
@@ -165,13 +165,6 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
     )
 
 
-def free(root: str) -> int:
-    """Return the free bytes on the disk of the run's directory, which need not exist yet."""
-    folder = Path(root).absolute()
-    place = next(each for each in (folder, *folder.parents) if each.is_dir())
-    return shutil.disk_usage(place).free
-
-
 def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Iterator[str]:
     """Note on too little disk space; no error, as the estimate is an upper bound and a full disk
     does not stop a run.
@@ -180,7 +173,7 @@ def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Ite
         return
     wanted = writes(shape, config)
     try:
-        room = free(config.run.root)
+        room = free_bytes(Path(config.run.root))
     except OSError:  # a mount that does not respond
         return
     if room < wanted.total:

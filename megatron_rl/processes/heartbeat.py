@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from megatron_rl.files import read_json
+from megatron_rl.files import JsonObject, read_json
 from megatron_rl.processes.process import birth_of
 
 FOLDER = "heartbeat"  # below the run's logs
@@ -42,7 +42,7 @@ class Activity:
         self.progress = 0
         self.entered = 0
         # of the main thread, and of another: see `waiting`
-        self._waits: dict[bool, dict[str, Any] | None] = {True: None, False: None}
+        self._waits: dict[bool, JsonObject | None] = {True: None, False: None}
         self._delegated = False
         self._phases: list[str] = []
         self._outside = START
@@ -99,7 +99,7 @@ class Activity:
     def owned(self) -> list[tuple[str, int]]:
         return [(name, one.pid) for name, one in self._owned if one.returncode is None]
 
-    def as_fields(self) -> dict[str, Any]:
+    def as_fields(self) -> JsonObject:
         return {
             "phase": self._phases[-1] if self._phases else self._outside,
             "entered": self.entered,

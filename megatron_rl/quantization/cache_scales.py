@@ -10,6 +10,7 @@ L layers of the complete model; the last dimension is (key, value).
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from megatron_rl.distributed import Group
 from megatron_rl.models.tensors import TensorSpec
@@ -19,13 +20,11 @@ from megatron_rl.quantization.formats import FP8_MAX, SCALE_DTYPE
 class CacheScales:
     """Scales, equal on every rank. `take_cache_amax`: this rank's new maxima, [L, 2]."""
 
-    def __init__(
-        self, layers: int, world: Group, take_cache_amax: Callable[[], torch.Tensor]
-    ) -> None:
+    def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
         self._layers = layers
         self._world = world
         self._take = take_cache_amax
-        self._scales_L2: torch.Tensor | None = None
+        self._scales_L2: Tensor | None = None
         self._repeats = False
 
     @property
@@ -58,12 +57,12 @@ class CacheScales:
             kept_L2 = self._scales_L2.to(made_L2)
         self._scales_L2 = torch.where(amax_L2 > 0, made_L2, kept_L2)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         if self._scales_L2 is None:
             return {}
         return {"cache_scales": self._scales_L2}
 
-    def restore(self, state: Mapping[str, torch.Tensor], repeats: bool) -> None:
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
         """Load scales. `repeats`: the next sync is again the one before the checkpoint, with its
         scales.
         """
@@ -71,7 +70,7 @@ class CacheScales:
             self._scales_L2 = state["cache_scales"]
             self._repeats = repeats
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(self) -> Iterator[tuple[str, Tensor]]:
         """Return (name in a checkpoint, scale), as vLLM's loaders expect them."""
         assert self._scales_L2 is not None
         yield from zip(self._names(), self._scales_L2.reshape(-1, 1).unbind(), strict=True)

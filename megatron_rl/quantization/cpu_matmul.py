@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.processes import instructions
 from megatron_rl.quantization import vllm_operators
@@ -40,7 +41,7 @@ def has_fp8() -> bool:
     return CPU_FLAGS.exists() and "amx_fp8" in CPU_FLAGS.read_text().split()
 
 
-def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert FP32 values as vLLM's CPU kernels store them (rotary embedding, attention): truncated
     if the processor has no instruction that rounds to BF16.
     """
@@ -69,7 +70,7 @@ def _through_fp32(product: Any) -> Any:
     the override.
     """
 
-    def multiply(*matrices: torch.Tensor, **scales: Any) -> torch.Tensor:
+    def multiply(*matrices: Tensor, **scales: Any) -> Tensor:
         left, right = matrices[-2:]
         shape = (*left.shape[:-1], right.shape[-1])
         if left.dtype != torch.bfloat16:
@@ -99,13 +100,11 @@ def has_int8() -> bool:
     return bool((torch._int_mm(codes, codes) == 64 * INT8_MAX**2).all())
 
 
-def int8_scale(amax: torch.Tensor) -> torch.Tensor:
+def int8_scale(amax: Tensor) -> Tensor:
     return amax / INT8_MAX
 
 
-def int8_codes(
-    x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_codes(x_MK: Tensor, amax_M1: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes of activations and a scale per token, as vLLM's CPU kernel computes them, by the
     reciprocal.
 
@@ -138,7 +137,7 @@ class Int8Weight:
     codes = staticmethod(int8_codes)
     scale = staticmethod(int8_scale)
 
-    def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
+    def __init__(self, codes_NK: Tensor, scale_N1: Tensor) -> None:
         """Use the codes without a copy where possible; they must not be changed."""
         self.n = len(codes_NK)
         if has_int8():
@@ -154,29 +153,29 @@ class Int8Weight:
         return vllm_operators.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
 
     @functools.cached_property
-    def _codes_KN(self) -> torch.Tensor:
+    def _codes_KN(self) -> Tensor:
         # with one input feature the transposed weight counts as contiguous, with strides that
         # torch._int_mm misreads
         return self._codes_NK.t().clone(memory_format=torch.contiguous_format)
 
     def product(
         self,
-        codes_MK: torch.Tensor,
-        scale_M1: torch.Tensor,
-        bias_N: torch.Tensor | None,
+        codes_MK: Tensor,
+        scale_M1: Tensor,
+        bias_N: Tensor | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if dtype == torch.bfloat16 and codes_MK.numel() and vllm_operators.has_int8():
             return self._kernel.product(codes_MK, scale_M1, bias_N)
         return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
 
     def scaled(
         self,
-        sums_MN: torch.Tensor,
-        scale_M1: torch.Tensor,
-        bias_N: torch.Tensor | None,
+        sums_MN: Tensor,
+        scale_M1: Tensor,
+        bias_N: Tensor | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return outputs, scaled in the order of oneDNN's kernel, bit-equal to it."""
         out_MN = sums_MN.mul_(self._scale_N)
         if bias_N is not None:
@@ -184,13 +183,13 @@ class Int8Weight:
             return out_MN.double().mul_(scale_M1).add_(bias_N).float().to(dtype)
         return out_MN.mul_(scale_M1).to(dtype)
 
-    def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+    def sums(self, codes_MK: Tensor) -> Tensor:
         """Return exact sums, rounded to FP32."""
         if len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
         return self.addable_sums(codes_MK).float()
 
-    def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+    def addable_sums(self, codes_MK: Tensor) -> Tensor:
         """Return exact sums in INT32, to be added across ranks."""
         if not self._parts:
             return torch._int_mm(codes_MK, self._codes_KN)
@@ -200,13 +199,11 @@ class Int8Weight:
         return total_MN
 
 
-def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
+def fp8_scale(amax: Tensor) -> Tensor:
     return (amax / FP8_MAX).clamp(min=LEAST_FP8_SCALE)
 
 
-def fp8_codes(
-    x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_codes(x_MK: Tensor, amax_M1: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return FP8 codes of activations and a scale per token, as for vLLM's CPU kernels."""
     scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
     # the largest value of a row may exceed FP8's maximum by a rounding
@@ -223,7 +220,7 @@ class Fp8Weight:
     codes = staticmethod(fp8_codes)
     scale = staticmethod(fp8_scale)
 
-    def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
+    def __init__(self, codes_NK: Tensor, scale_N1: Tensor) -> None:
         self.n = len(codes_NK)
         held = torch.bfloat16 if has_bf16() else torch.float32
         self._codes_NK = codes_NK.to(held, memory_format=torch.contiguous_format)
@@ -231,11 +228,11 @@ class Fp8Weight:
 
     def product(
         self,
-        codes_MK: torch.Tensor,
-        scale_M1: torch.Tensor,
-        bias_N: torch.Tensor | None,
+        codes_MK: Tensor,
+        scale_M1: Tensor,
+        bias_N: Tensor | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if dtype == self._codes_NK.dtype:
             sums_MN = torch.nn.functional.linear(codes_MK.to(dtype), self._codes_NK)
         else:
@@ -244,18 +241,18 @@ class Fp8Weight:
 
     def scaled(
         self,
-        sums_MN: torch.Tensor,
-        scale_M1: torch.Tensor,
-        bias_N: torch.Tensor | None,
+        sums_MN: Tensor,
+        scale_M1: Tensor,
+        bias_N: Tensor | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return outputs: rounded sums, then scaled in FP32, the token's scale first."""
         out_MN = (sums_MN.to(dtype) * scale_M1).mul_(self._scale_N)
         if bias_N is not None:
             out_MN += bias_N
         return out_MN.to(dtype)
 
-    def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+    def addable_sums(self, codes_MK: Tensor) -> Tensor:
         """Return sums in FP32, to be added across ranks."""
         return torch.nn.functional.linear(codes_MK.float(), self._codes_NK.float())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Device, Format, KvCache
 from megatron_rl.models.mapping import HfSlice
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import Runs, TensorSpec
 
 BLOCK = 128
 # key of an update whose content differs between engines, by their formats
@@ -161,7 +161,7 @@ class Output:
 
     tensor: TensorSpec
     dim: int | None  # None: every rank of the group holds all of it
-    runs: tuple[tuple[int, int], ...]
+    runs: Runs
 
     @property
     def part(self) -> TensorSpec:
@@ -206,7 +206,7 @@ def scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "weight_scale"
 
 
-def _runs(piece: HfSlice) -> tuple[tuple[int, int], ...]:
+def _runs(piece: HfSlice) -> Runs:
     merged: list[tuple[int, int]] = []
     for span in piece.spans:
         if merged and sum(merged[-1]) == span.full:
@@ -216,7 +216,7 @@ def _runs(piece: HfSlice) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def _block_runs(piece: HfSlice, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+def _block_runs(piece: HfSlice, runs: Runs) -> Runs:
     total = piece.shape[piece.dim]
     for start, length in runs:
         if start % BLOCK or (length % BLOCK and start + length != total):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.tensors import torch_dtype
@@ -22,7 +23,7 @@ CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
 ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
-def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
+def row_amax(weight_OI: Tensor) -> Tensor:
     """Return the largest magnitude per output row, FP32; to be all-reduced (max) for a row-parallel
     weight.
     """
@@ -42,9 +43,7 @@ def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
     return amax_O.view(torch.bfloat16).float()
 
 
-def quantize(
-    weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: Tensor, format: Format, amax_O: Tensor | None = None) -> dict[str, Tensor]:
     """Return a linear layer's `weight` and `weight_scale` ([O, 1], or [P, Q] for blocks).
 
     `amax_O` is the row amax over *all* shards of a row-parallel weight; left out, the tensor is
@@ -77,7 +76,7 @@ def quantize(
     return {"weight": rounded_OI, "weight_scale": scale_O1}
 
 
-def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize(weight_OI: Tensor, scale: Tensor) -> Tensor:
     """Return FP32 values of quantized weights; the scale is [O, 1], or [P, Q] for blocks."""
     if scale.shape == (weight_OI.shape[0], 1):
         return weight_OI.float() * scale
@@ -88,7 +87,7 @@ def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight_OI.float() * full_scale_OI
 
 
-def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+def _quantize_blocks(weight_OI: Tensor) -> dict[str, Tensor]:
     weight_OI = weight_OI.detach()
     rows, columns = weight_OI.shape
     rounded_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
@@ -112,7 +111,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": rounded_OI, "weight_scale": scale_PQ}
 
 
-def _rows_at_once(weight_OI: torch.Tensor) -> int:
+def _rows_at_once(weight_OI: Tensor) -> int:
     """Return the number of rows to round at once: on a CPU those that fit its cache, elsewhere
     all.
     """
@@ -122,7 +121,7 @@ def _rows_at_once(weight_OI: torch.Tensor) -> int:
     return min(max(torch.get_num_threads() * CACHED_ELEMENTS // max(columns, 1), 1), max(rows, 1))
 
 
-def _refuse_non_finite(amax: torch.Tensor) -> None:
+def _refuse_non_finite(amax: Tensor) -> None:
     if not bool(torch.isfinite(amax).all()):
         raise ValueError(
             "the weight holds NaN or infinity and cannot be quantized: the learner has diverged"
@@ -150,9 +149,7 @@ class ErrorSummary:
         )
 
 
-def sample_error(
-    weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
-) -> torch.Tensor:
+def sample_error(weight_OI: Tensor, result: dict[str, Tensor], format: Format) -> Tensor:
     """Return sums over sampled rows, on the device until `summarize` reads them: of squared errors,
     squared weights, values beyond the range of their scale, and values.
     """
@@ -180,7 +177,7 @@ def sample_error(
     return torch.stack(sums)
 
 
-def summarize(samples: list[torch.Tensor]) -> ErrorSummary | None:
+def summarize(samples: list[Tensor]) -> ErrorSummary | None:
     if not samples:
         return None
     error, weight, clamped, values = torch.stack(samples).cpu().double().unbind(1)

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 PRIMITIVES = 32  # oneDNN primitives cached for each weight: one per recent number of tokens
 SUMS = 3 << 18  # FP32: three megabytes
@@ -65,7 +66,7 @@ def int8_is_exact() -> bool:
     return bool((sums == 127 * 127 * 64).all())
 
 
-def int8_codes(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_codes(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes of activations, and a scale per token."""
     codes_MK = torch.empty(x_MK.shape, dtype=torch.int8)
     scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
@@ -77,7 +78,7 @@ class Int8Kernel:
     """Packed weight of an INT8 kernel."""
 
     def __init__(
-        self, codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+        self, codes_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         """`dtype`: of the outputs."""
         operators = torch.ops._C
@@ -89,9 +90,7 @@ class Int8Kernel:
         self._handle = torch.tensor(handle, dtype=torch.int64, device="cpu")
         weakref.finalize(self, operators.release_dnnl_matmul_handler, handle).atexit = False
 
-    def product(
-        self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None
-    ) -> torch.Tensor:
+    def product(self, codes_MK: Tensor, scale_M1: Tensor, bias_N: Tensor | None) -> Tensor:
         out_MN = torch.empty(
             (len(codes_MK), self._n),
             dtype=self._dtype,
@@ -110,7 +109,7 @@ def has_rotary() -> bool:
     return _has("rotary_embedding")
 
 
-def rotary(x_S1AD: torch.Tensor, turns_SD: torch.Tensor) -> torch.Tensor:
+def rotary(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
     """Rotate each position by its row of `turns_SD`: cosines of its angles, then sines."""
     out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
     positions_S = torch.arange(len(turns_SD), device="cpu")

@@ -1,7 +1,5 @@
 """Starts processes for user code (rewards, environments) on a socket; limits memory and output."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -28,7 +26,7 @@ LOG_CHUNK = 64 << 10
 
 
 def user_process(
-    module: str, name: str, log: RewardLog, variables: Mapping[str, str]
+    module: str, name: str, log: "RewardLog", variables: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process for the user's code, and this side of the socket by which it is reached."""
     ours, theirs = socket.socketpair()

@@ -3,8 +3,6 @@ data set), filters and refills groups, computes metrics; `Scorer`: rewards, the 
 responses, and the responses excluded from the loss.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -28,6 +26,7 @@ from megatron_rl.rollout.session_rewards import session_metrics, session_score
 from megatron_rl.tracking.timeline import Span
 from megatron_rl.types import (
     NEARLY_RIGHT,
+    Metrics,
     Prompt,
     Rollout,
     SamplingParams,
@@ -78,7 +77,7 @@ class ResponseSource(Protocol):
 class Collected:
     scored: list[Scored]  # responses that the step trains on
     drawn: list[Scored]  # all responses, before the group filter
-    metrics: dict[str, float]
+    metrics: Metrics
     # half-open range of the drawn prompts: a group's number is its prompt's position in the order
     ordinals: tuple[int, int]
     spans: list[Span] = field(default_factory=list)
@@ -94,7 +93,7 @@ class Collector:
         config: RolloutSection,
         order: PromptOrder,
         answers: ResponseSource,
-        scorer: Scorer,
+        scorer: "Scorer",
         *,
         rebaseline: bool,
         seed: int,
@@ -190,7 +189,7 @@ class Collector:
 
     def _metrics(
         self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int
-    ) -> dict[str, float]:
+    ) -> Metrics:
         everything = [one for one in _flat(drawn) if one.rollout.row == 0]  # a session counts once
         scored = [one.reward for one in everything if one.error is None]
         if not scored:
@@ -253,7 +252,7 @@ def _sampled(one: Scored) -> int:
     return sum(turn.tokens for turn in session.turns)
 
 
-def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
+def _verdicts(scored: Sequence[Scored]) -> Metrics:
     """Return counts of verdicts, and means of the rewards' other numbers."""
     count = Counter(one.verdict for one in scored)
     details: dict[str, list[float]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from megatron_rl.rewards.task import Score
-from megatron_rl.types import NEARLY_RIGHT, Session, SessionTurn, Verdict
+from megatron_rl.types import NEARLY_RIGHT, Metrics, Session, SessionTurn, Verdict
 
 TURNS_SHOWN = 4  # turns that have metrics of their own
 
@@ -25,7 +25,7 @@ def session_score(session: Session) -> Score | None:
     )
 
 
-def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
+def session_metrics(sessions: Sequence[Session]) -> Metrics:
     """Return metrics of the step's conversations."""
     if not sessions:
         return {}

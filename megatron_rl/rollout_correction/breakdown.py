@@ -11,8 +11,6 @@ report in the tool calls.
 Shape legend: N response tokens, B rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch import Tensor
 from megatron_rl.batch import Batch, Replicas, Share
 from megatron_rl.config.schema import Format
 from megatron_rl.rollout_correction.ratio import as_float, bounded_exp
+from megatron_rl.types import Metrics
 
 CUTS = (
     "position",
@@ -149,11 +148,11 @@ def _of_sessions(share: Share) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> dict[str, float]:
+def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> Metrics:
     """Mismatch of first, middle and last turns, and of their first and last tokens; empty for
     single responses and for what all tokens have in common.
     """
-    found: dict[str, float] = {}
+    found: Metrics = {}
     tokens = _Tokens.of(prox_logprobs_N, share)
     for by, bucket_N in _of_sessions(share).items():
         last = len(LABELS[by]) - 1
@@ -165,7 +164,7 @@ def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> dict[str, flo
 
 
 @torch.no_grad()
-def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> dict[str, float]:
+def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> Metrics:
     """Mismatch of each weight format of a mixed fleet; empty if a single one was used."""
     formats_B = share.all.formats_B
     if formats_B is None or len(formats_B.unique()) < 2:
@@ -178,7 +177,7 @@ def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> dict[str, float
 
 
 @torch.no_grad()
-def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> dict[str, float]:
+def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> Metrics:
     """Mismatch of fresh tokens (numerics alone), and of older ones (which includes learning).
 
     `version`: the learner's. Empty where all tokens are fresh: `rollout_corr/kl` etc. are theirs.
@@ -190,8 +189,8 @@ def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> dict
     return _metrics(tokens.slices("staleness", old_N.long(), AGES), tokens.count)
 
 
-def _metrics(parts: Iterable[Slice], tokens: int) -> dict[str, float]:
-    metrics: dict[str, float] = {}
+def _metrics(parts: Iterable[Slice], tokens: int) -> Metrics:
+    metrics: Metrics = {}
     for part in parts:
         metrics |= {
             f"rollout_corr/{part.label}/kl": part.kl,
@@ -213,7 +212,7 @@ class _Tokens:
     replicas: Replicas
 
     @classmethod
-    def of(cls, prox_N: Tensor, share: Share) -> _Tokens:
+    def of(cls, prox_N: Tensor, share: Share) -> "_Tokens":
         d_N = prox_N.float() - share.batch.sampler_logprobs_N.float()
         counted_N = share.batch.mask_N & torch.isfinite(d_N)
         count = int(share.replicas.sum(counted_N.sum()))

@@ -43,6 +43,7 @@ from megatron_rl.rollout_correction.weights import (
     units,
 )
 from megatron_rl.segments import Segments
+from megatron_rl.types import Metrics
 
 PART_TOKENS = 1 << 17  # that stay in a core's cache
 
@@ -57,7 +58,7 @@ class Correction:
     weights_N: Tensor  # float32, detached
     mask_N: Tensor  # bool: tokens that are trained on
     denominator_mask_N: Tensor  # bool
-    metrics: dict[str, float]
+    metrics: Metrics
     # bool: rows that had a response token and lost all to the unconditional rules
     rejected_B: Tensor
     advantages_B: Tensor  # float32
@@ -294,7 +295,7 @@ def _weigh(
     cap: float | None,
     config: CorrectionConfig,
     replicas: Replicas,
-) -> dict[str, float]:
+) -> Metrics:
     """Weights of the kept tokens, into `weights_N`; metrics of them."""
     weight = config.weight
     applied = WeightSums()
@@ -385,9 +386,7 @@ def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | 
 
 
 @torch.no_grad()
-def without_stale(
-    batch: Batch, config: CorrectionConfig, version: int
-) -> tuple[Batch, dict[str, float]]:
+def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple[Batch, Metrics]:
     """The batch without the tokens that rules on staleness reject, and the share that they were.
 
     What they reject is in no row's statistic, weight or denominator. `version`: the learner's.

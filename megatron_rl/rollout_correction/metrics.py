@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Replicas
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp, ends_of
+from megatron_rl.types import Metrics
 
 PREFIX = "rollout_corr/"
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
@@ -32,8 +33,8 @@ class Sums:
     """Named sums, and named largest values, over a replica's tokens; then over all replicas'."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._largest: dict[str, float] = {}
+        self._sums: Metrics = {}
+        self._largest: Metrics = {}
 
     def add(self, **values: Tensor | float) -> None:
         numbers = [torch.as_tensor(value, dtype=torch.float64) for value in values.values()]
@@ -63,7 +64,7 @@ class Sums:
         for name, value in values.items():
             self._largest[name] = max(self._largest.get(name, -math.inf), value)
 
-    def reduced(self, replicas: Replicas) -> dict[str, float]:
+    def reduced(self, replicas: Replicas) -> Metrics:
         """Every sum and every largest value, of all replicas. They have the same names."""
         sums = replicas.sum(torch.tensor([*self._sums.values()], dtype=torch.float64)).tolist()
         largest = []
@@ -151,7 +152,7 @@ class MismatchSums(Sums):
             **{name: (values_B * filled_B).sum() for name, values_B in of_rows.items()},
         )
 
-    def metrics(self, replicas: Replicas) -> dict[str, float]:
+    def metrics(self, replicas: Replicas) -> Metrics:
         found = self.reduced(replicas)
         n = found["tokens"]
         rows = found["rows"]
@@ -259,7 +260,7 @@ class WeightSums(Sums):
         )
 
     @staticmethod
-    def metrics(found: Mapping[str, float], scale: float) -> dict[str, float]:
+    def metrics(found: Metrics, scale: float) -> Metrics:
         """Metrics of reduced sums; `scale`: what the weights were multiplied by after that."""
         n = found["n"]
         mean = _ratio(found["weight"], n)
@@ -281,7 +282,7 @@ class WeightSums(Sums):
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def _cost_of_bounds(found: Mapping[str, float], scale: float) -> dict[str, float]:
+def _cost_of_bounds(found: Metrics, scale: float) -> Metrics:
     """Shift of mean(w A) by bounding the weights, and the variance of that mean."""
     n = max(1.0, found["kept_tokens"])
     weighted = scale * found["returns"] / n

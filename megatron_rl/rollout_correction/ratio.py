@@ -4,8 +4,6 @@ sums, means and extremes of token values by row, turn or prefix.
 Shape legend: N response tokens, B rows, U rows, turns or, for prefixes, tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -6,8 +6,6 @@ one response, from any engine. Every wait has a limit: the engine's own timeout 
 `TRIES` for a request, `patience_s` while no engine is available.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

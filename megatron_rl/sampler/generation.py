@@ -2,8 +2,6 @@
 engines (sampler.py) or conversations (environments/sessions.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 from collections.abc import Awaitable, Callable, Sequence

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
+from megatron_rl.files import JsonObject
 from megatron_rl.sampler.client.interface import (
     Engine,
     EngineUnavailable,
@@ -122,7 +123,7 @@ class Updates:
             self.holds = False
             self._state.updating.release()
 
-    async def init(self, info: dict[str, Any]) -> None:
+    async def init(self, info: JsonObject) -> None:
         self._state.init_info = info  # also for engines that come later
         self.require_group()
         await self.on_all(lambda one: one.engine.update("init", **self._state.init_of(one)))
@@ -154,7 +155,7 @@ class Updates:
         if self._releases:
             await self.release()
 
-    async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
+    async def stage(self, updates: dict[Format, JsonObject]) -> None:
         """Have engines verify the update; nothing is loaded yet. They keep generating if the update
         allows it.
         """
@@ -173,7 +174,7 @@ class Updates:
             await self._end()
             raise
 
-    async def finish(self) -> dict[str, Any]:
+    async def finish(self) -> JsonObject:
         """Load the update. No engine resumes before all have loaded it: no token may be of weights
         that are reverted.
 
@@ -233,7 +234,7 @@ class Updates:
                 self._state.mark_down(replica, str(answer))
 
     async def _request(
-        self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any
+        self, step: UpdateStep, by_format: dict[Format, JsonObject], **given: Any
     ) -> list[Any]:
         while True:
             try:
@@ -256,7 +257,7 @@ class Updates:
                 await self._update(step, by_format)
 
     async def _update(
-        self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any
+        self, step: UpdateStep, by_format: dict[Format, JsonObject], **given: Any
     ) -> list[Any]:
         return await self._on(
             self._taking,

@@ -6,8 +6,6 @@ Ranks live in sessions of their own: Ctrl-C reaches this process alone, which te
 logs/attempt_N/.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -90,7 +88,7 @@ class Failure:
 
 
 def conclude(
-    run: RunDir, ranks: RankProcesses, failure: Failure | None, report: Callable[[RunDir], str]
+    run: RunDir, ranks: "RankProcesses", failure: Failure | None, report: Callable[[RunDir], str]
 ) -> None:
     """Write how the run ended, unless the driver has, and print it last."""
     said = read_status(run.path)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import read_json
+from megatron_rl.files import JsonObject, read_json
 from megatron_rl.logs import logger, warn
 from megatron_rl.processes.heartbeat import ACTIVITY
 from megatron_rl.processes.process import SHOW_STACKS, birth_of, is_stopped, state_of
@@ -31,7 +31,7 @@ SILENT_S = 30.0  # without a heartbeat
 SHOW_S = 1.0  # for a process to write its stacks
 MARGIN_S = 60.0  # after the limit of a wait
 
-Beat = dict[str, Any]  # a heartbeat, as its file has it
+Beat = JsonObject  # a heartbeat, as its file has it
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProcessIssue:
         where = f" in `{self.phase}`" if self.phase else ""
         return f"{who} {what} for {self.seconds:.0f} s{where}"
 
-    def as_fields(self) -> dict[str, Any]:
+    def as_fields(self) -> JsonObject:
         """The fields of `stuck` in status.json."""
         return {
             "how": self.how,

@@ -4,8 +4,6 @@ An alarm is raised after some steps in a row beyond its bound, and cleared after
 inside. Steps without the metric are ignored.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -37,7 +35,7 @@ class Point:
     value: float
     error: float
 
-    def share_of(self, other: Point) -> float:
+    def share_of(self, other: "Point") -> float:
         """Ratio to another accuracy; 1 unless it is significantly lower."""
         if other.value - self.value > CLEARLY * math.hypot(self.error, other.error):
             return self.value / other.value

@@ -6,8 +6,6 @@ another one. Others get advice from a table by type. A rank that fails writes it
 read-only, beside the logs.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -100,7 +98,7 @@ class Cause:
         return {"class": content.pop("name"), **content}
 
     @classmethod
-    def read(cls, found: Any) -> Cause | None:
+    def read(cls, found: Any) -> "Cause | None":
         """Read a cause from `as_fields`; None from anything else."""
         if not isinstance(found, Mapping) or "class" not in found:
             return None

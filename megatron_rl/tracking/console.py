@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -27,7 +27,7 @@ from megatron_rl.processes.heartbeat import BETWEEN, START
 from megatron_rl.processes.process import printable
 from megatron_rl.tracking.metrics import accuracies
 from megatron_rl.tracking.metrics_file import MISMATCH
-from megatron_rl.types import Scored, Verdict
+from megatron_rl.types import Metrics, Scored, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
+def step_line(step: int, n_steps: int, metrics: Metrics, eta_s: float | None) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name == "time/step" and name in metrics:
@@ -165,7 +165,7 @@ def number(value: float, form: str) -> str:
     return format(value, form if abs(value) < LONG else ".3e")
 
 
-def staleness(name: str, metrics: Mapping[str, float]) -> str:
+def staleness(name: str, metrics: Metrics) -> str:
     """Note beside the mismatch of stale responses, which is not the engines' numerics."""
     steps = metrics.get("rollout/staleness_mean", 0.0)
     if name == MISMATCH and steps > 0:
@@ -198,7 +198,7 @@ class PlainDisplay:
     def phase(self, name: str | None) -> None:
         pass
 
-    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
+    def step(self, step: int, metrics: Metrics, eta_s: float | None) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -220,7 +220,7 @@ class LiveDisplay:
         self._n_steps = n_steps
         self._logs = logs
         self._history: dict[str, list[float]] = {}
-        self._last: Mapping[str, float] = {}  # metrics of the last step
+        self._last: Metrics = {}  # metrics of the last step
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
@@ -236,7 +236,7 @@ class LiveDisplay:
         self._doing = name or (BETWEEN if self._step is not None else START)
         self._since = time.monotonic()
 
-    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
+    def step(self, step: int, metrics: Metrics, eta_s: float | None) -> None:
         for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_rl.files import open_regular
 from megatron_rl.tracking.metrics import ACCURACY, row
+from megatron_rl.types import Metrics
 
 MISMATCH = "rollout_corr/k3_kl"
 SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
@@ -27,7 +28,7 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine(parts: Sequence[Metrics]) -> Metrics:
     """Combine the parts of a step by each name's reducer; an unknown name is averaged."""
     values: dict[str, list[float]] = {}
     for part in parts:
@@ -37,7 +38,7 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return as_numbers({name: REDUCERS[reducers[name]](v) for name, v in values.items()})
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def as_numbers(metrics: Mapping[str, Any]) -> Metrics:
     """Numbers as JSON has them, also of one-element tensors and NumPy scalars."""
     return {
         name: int(value) if isinstance(value, int | np.integer) else float(value)
@@ -45,7 +46,7 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def encode_line(metrics: Mapping[str, float]) -> str:
+def encode_line(metrics: Metrics) -> str:
     """Encode a line: NaN and infinities become null, listed under "non_finite"."""
     odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
     line: dict[str, Any] = {name: None if name in odd else value for name, value in metrics.items()}
@@ -54,20 +55,20 @@ def encode_line(metrics: Mapping[str, float]) -> str:
     return json.dumps(line, sort_keys=True, allow_nan=False)
 
 
-def decode_line(text: str) -> dict[str, float]:
+def decode_line(text: str) -> Metrics:
     line = json.loads(text)
     odd = line.pop("non_finite", {})
     return {name: float(odd[name]) if name in odd else value for name, value in line.items()}
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[Metrics]:
     """Read one line per step, the latest of a repeated step. Incomplete lines are skipped."""
     return read_lines(path)[0]
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
+def read_lines(path: Path) -> tuple[list[Metrics], int]:
     """Return the lines of `read_metrics` and the number of unreadable lines."""
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: dict[int, Metrics] = {}
     unreadable = 0
     with open_regular(path) as file:
         for text in file:
@@ -79,7 +80,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
     return [by_step[step] for step in sorted(by_step)], unreadable
 
 
-def _numbers(text: str) -> dict[str, float]:
+def _numbers(text: str) -> Metrics:
     """Numbers of a line; empty if it is incomplete or has no step."""
     try:
         line = {
@@ -110,7 +111,7 @@ class Series:
 class Curves:
     """A run's lines of metrics, one per step, in order."""
 
-    lines: tuple[Mapping[str, float], ...]
+    lines: tuple[Metrics, ...]
 
     def series(self, name: str, first_step: int = 0) -> Series:
         found = [
@@ -200,12 +201,12 @@ NUMBERS: dict[str, Number] = {
 }
 
 
-def numbers(run: Curves) -> dict[str, float]:
+def numbers(run: Curves) -> Metrics:
     found = {name: number.of(run, number.metric) for name, number in NUMBERS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def numbers_of_file(path: Path) -> dict[str, float]:
+def numbers_of_file(path: Path) -> Metrics:
     """Numbers of a metrics.jsonl; empty if the file is missing."""
     if path.is_file():
         return numbers(Curves(tuple(read_metrics(path))))

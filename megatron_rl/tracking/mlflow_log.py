@@ -11,6 +11,7 @@ from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.files import read_bounded, write_atomic
 from megatron_rl.tracking.tracker import PROJECT, Tracker
+from megatron_rl.types import Metrics
 
 DEFAULTS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",  # which needs no database
@@ -53,12 +54,12 @@ class MlflowLog(Tracker):
         for first in range(0, len(settings), 100):  # at most in a request
             self._client.log_batch(self._id, params=settings[first : first + 100])
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         now = int(time.time() * 1000)
         metrics = [self._metric(_name(name), value, now, step) for name, value in row.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+    def finish(self, state: str, numbers: Metrics) -> None:
         self._client.set_terminated(self._id, STATES.get(state, "KILLED"))
 
 

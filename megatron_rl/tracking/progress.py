@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState, best_of
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.tracking.metrics_file import as_numbers, decode_line, encode_line
+from megatron_rl.types import Metrics
 
 if TYPE_CHECKING:
     from megatron_rl.batch import Share
 
 
-def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) -> str | None:
+def reached(stop: Metrics | None, evaluated: Metrics) -> str | None:
     """Reason to end the run early: an evaluation has reached run.stop."""
     for metric, least in (stop or {}).items():
         if metric in evaluated and evaluated[metric] >= least:
@@ -34,7 +35,7 @@ class Seen:
         trained = share.replicas.sum(share.batch.mask_N.sum())
         return Seen(samples=self.samples + len(share.all), tokens=self.tokens + int(trained))
 
-    def metrics(self, share: Share, step: int) -> dict[str, float]:
+    def metrics(self, share: Share, step: int) -> Metrics:
         batch = share.batch
         staleness_B = (step - 1 - share.all.versions_B).clamp(min=0).float()
         spanning = {}
@@ -62,7 +63,7 @@ class Progress:
     seen: Seen = Seen()
     position: int | None = 0  # in the order of prompts; rank 0's
     # metrics known before the sync and the evaluation; None: already written
-    line: dict[str, float] | None = field(default_factory=dict)
+    line: Metrics | None = field(default_factory=dict)
 
     def kept(self) -> dict[str, Any]:
         """The part that a checkpoint keeps, as JSON."""
@@ -90,7 +91,7 @@ class SaveSchedule:
             self._best = best[1]
 
     def due(
-        self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
+        self, step: int, kept: Mapping[str, Any], evaluated: Metrics, ending: bool
     ) -> dict[str, Any] | None:
         """Return the manifest's part about rank 0; None if no checkpoint is due."""
         section = self._section

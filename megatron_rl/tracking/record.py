@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from megatron_rl.tracking.status import beat, mark_status
 from megatron_rl.tracking.timeline import PhaseClock, Span, encode_spans, throughput
 from megatron_rl.tracking.trackers import Trackers
 from megatron_rl.tracking.wandb_log import resolve_mode
-from megatron_rl.types import Scored
+from megatron_rl.types import Metrics, Scored
 
 if TYPE_CHECKING:
     from megatron_rl.tracking.rollout_file import Columns
@@ -57,7 +57,7 @@ class Recorder:
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
         alarms: Alarms | None = None,
-        rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
+        rates: Callable[[Metrics], Metrics] = lambda line: {},
     ) -> None:
         resolve_mode(config.wandb_mode)  # raises before anything is written
         moved = ""
@@ -105,7 +105,7 @@ class Recorder:
         finally:
             self._display.phase(self.clock.leave())
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def log(self, step: int, metrics: Metrics) -> Metrics:
         """Log a line of metrics: the caller's, the time since the last line by phase, progress."""
         line = as_numbers(metrics)
         line |= self.clock.finish_step()

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.files import replacing
+from megatron_rl.files import JsonObject, replacing
 from megatron_rl.types import Prompt, Rollout, Scored, Session, Verdict
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from megatron_rl.batch import Batch
 
@@ -69,17 +69,17 @@ _OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "credit")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
-AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
+AS_TEXT: JsonObject = {"ensure_ascii": False, "default": str}
 PIECE = 512  # rows that are written at once
 
 
 class Columns(TypedDict, total=False):
     """Values that the step computed about its rollouts; a missing one is null in the file."""
 
-    prox_logprobs_N: torch.Tensor | None
-    weights_N: torch.Tensor | None
-    mask_N: torch.Tensor | None
-    advantages_B: torch.Tensor | None
+    prox_logprobs_N: Tensor | None
+    weights_N: Tensor | None
+    mask_N: Tensor | None
+    advantages_B: Tensor | None
     truths: Sequence[Any]  # the data set's own solutions
     pieces: Mapping[int, Sequence[str]]  # text of each token, by the index of the response
 
@@ -98,7 +98,7 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
             file.write_table(pa.table(table, schema=SCHEMA))
 
 
-def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
+def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> JsonObject:
     """Return the columns of samples and scores."""
     rollouts = [one.rollout for one in scored]
     return {
@@ -120,7 +120,7 @@ def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _computed(lengths: np.ndarray, columns: Columns) -> dict[str, Any]:
+def _computed(lengths: np.ndarray, columns: Columns) -> JsonObject:
     """Return the columns that the step computed, for all rows."""
     nothing = [None] * len(lengths)
     advantages_B = columns.get("advantages_B")
@@ -154,9 +154,9 @@ class Recorded:
 
     scored: list[Scored]
     batch: Batch
-    prox_logprobs_N: torch.Tensor | None  # None where the step made none
+    prox_logprobs_N: Tensor | None  # None where the step made none
     # applied; NaN where the correction dropped the token, None where none were recorded
-    weights_N: torch.Tensor | None
+    weights_N: Tensor | None
     version: int  # the learner's before the step
 
 
@@ -182,7 +182,7 @@ def load_recorded(path: Path) -> Recorded:
     return Recorded(scored, batch, _joined(lists["prox_logprobs"], "float32"), weights_N, version)
 
 
-def _joined(rows: Sequence[Any], kind: str) -> torch.Tensor | None:
+def _joined(rows: Sequence[Any], kind: str) -> Tensor | None:
     """The rows one after another; None if one is missing."""
     from megatron_rl.batch import joined
 
@@ -220,7 +220,7 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in names if name)
 
 
-def _responses(values_N: torch.Tensor | None, lengths: np.ndarray) -> pa.Array:
+def _responses(values_N: Tensor | None, lengths: np.ndarray) -> pa.Array:
     if values_N is None:
         return pa.nulls(len(lengths))
     values = values_N.numpy(force=True)

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import read_json, write_atomic
+from megatron_rl.files import JsonObject, read_json, write_atomic
 from megatron_rl.processes import instructions
 from megatron_rl.processes.folder_lock import held
 from megatron_rl.tracking.causes import RESUME, Cause
@@ -107,7 +107,7 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
         _write(path, status | more)
 
 
-def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
+def mark_stuck(path: Path, stuck: JsonObject | None) -> None:
     """Record the process without progress in the status of a running run."""
     with _one_writer(path):
         status = read_status(path)
@@ -115,7 +115,7 @@ def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
             _write(path, {**status, "stuck": stuck})
 
 
-def _write(path: Path, status: dict[str, Any]) -> None:
+def _write(path: Path, status: JsonObject) -> None:
     reason = str(status["reason"])
     text = json.dumps(status, indent=2)
     while len(text) > LARGEST and reason:  # truncate the reason to the size limit
@@ -140,7 +140,7 @@ def beat(path: Path, **more: Any) -> None:
             mark_status(path, "running", **{"time": status.get("time", now()), **more})
 
 
-def read_status(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> JsonObject:
     """Return the content of the file; {} if it is missing or unreadable."""
     try:
         return read_json(path / STATUS)
@@ -148,7 +148,7 @@ def read_status(path: Path) -> dict[str, Any]:
         return {}
 
 
-def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
+def known_status(path: Path, locked: bool | None = None) -> JsonObject:
     """The status; failed if the run's process has terminated. `locked`: as far as it is known."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
@@ -174,7 +174,7 @@ def seconds_since(moment: Any) -> float | None:
         return None
 
 
-def _terminated(status: dict[str, Any], locked: bool | None) -> bool:
+def _terminated(status: JsonObject, locked: bool | None) -> bool:
     """True if the run has terminated; on another machine, judged by its heartbeat alone."""
     if locked:
         return False
@@ -184,7 +184,7 @@ def _terminated(status: dict[str, Any], locked: bool | None) -> bool:
     return locked is False or not Path(f"/proc/{status['pid']}").exists()
 
 
-def environment() -> dict[str, Any]:
+def environment() -> JsonObject:
     """Content of env.json: never environment variables, arguments or remote addresses."""
     versions = {}
     for package in PACKAGES:
@@ -207,7 +207,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def git_state() -> dict[str, Any] | None:
+def git_state() -> JsonObject | None:
     """Commit of this package's repository; None if it is installed without one."""
 
     def ask(*arguments: str) -> str:

@@ -5,11 +5,11 @@ round large counts.
 """
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.tracking.tracker import Tracker
+from megatron_rl.types import Metrics
 
 
 class TensorBoardLog(Tracker):
@@ -29,7 +29,7 @@ class TensorBoardLog(Tracker):
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(self.held + 1, session_log=start)
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         values = [
             self._summary.Value(
                 tag=name,
@@ -40,7 +40,7 @@ class TensorBoardLog(Tracker):
         ]
         self._add(step, summary=self._summary(value=values))
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+    def finish(self, state: str, numbers: Metrics) -> None:
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:

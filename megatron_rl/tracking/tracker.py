@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.tracking.alarms import AlarmEvent
-from megatron_rl.types import Scored
+from megatron_rl.types import Metrics, Scored
 
 PROJECT = "megatron-rl"
 
@@ -19,7 +19,7 @@ class Tracker:
     where = ""  # address or folder, for the console
     trouble = ""  # warning of the start
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         """Log a line of metrics.jsonl."""
         raise NotImplementedError
 
@@ -29,6 +29,6 @@ class Tracker:
     def alarms(self, news: Sequence[AlarmEvent], active: Mapping[str, Any]) -> None:
         """Log alarms that were raised or cleared, and those that are active."""
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+    def finish(self, state: str, numbers: Metrics) -> None:
         """Close the run with its final state and summary."""
         raise NotImplementedError

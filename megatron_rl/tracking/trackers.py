@@ -18,6 +18,7 @@ from megatron_rl.tracking.tensorboard_log import TensorBoardLog
 from megatron_rl.tracking.tracker import Tracker
 from megatron_rl.tracking.trackio_log import TrackioLog
 from megatron_rl.tracking.wandb_log import WandbLog, resolve_mode
+from megatron_rl.types import Metrics
 
 PACKAGES = {
     TrackerName.tensorboard: "tensorboard",
@@ -55,7 +56,7 @@ class Trackers:
                 if row["progress/step"] <= after:  # later steps are repeated
                     self.log(int(row["progress/step"]), row)
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         self.send(lambda one: one.log(step, row), step)
 
     def finish(self, state: str) -> None:

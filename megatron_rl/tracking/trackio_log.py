@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.tracking.tracker import PROJECT, Tracker
+from megatron_rl.types import Metrics
 
 
 class TrackioLog(Tracker):
@@ -30,8 +31,8 @@ class TrackioLog(Tracker):
         )
         self.where = os.environ.get("TRACKIO_SERVER_URL", f"TRACKIO_DIR={folder} trackio show")
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         self._run.log(dict(row), step=step)
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+    def finish(self, state: str, numbers: Metrics) -> None:
         self._run.finish()

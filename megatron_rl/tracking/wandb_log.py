@@ -23,7 +23,7 @@ from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.tracking.alarms import AlarmEvent
 from megatron_rl.tracking.status import git_state
 from megatron_rl.tracking.tracker import PROJECT, Tracker
-from megatron_rl.types import Scored
+from megatron_rl.types import Metrics, Scored
 
 SERVER = "https://api.wandb.ai"
 ID = "wandb.id"  # of the run's directory
@@ -164,7 +164,7 @@ class WandbLog(Tracker):
         if self._logged.online:
             self.held = self.run.starting_step - 1
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, step: int, row: Metrics) -> None:
         self.run.log(dict(row), step=step, commit=True)  # else held until the next step
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
@@ -190,7 +190,7 @@ class WandbLog(Tracker):
                 self.run.alert(title, str(one), level)
         self.run.summary.update({"alarms": ", ".join(active)})
 
-    def finish(self, state: str, numbers: Mapping[str, float]) -> None:
+    def finish(self, state: str, numbers: Metrics) -> None:
         self.run.summary.update({f"summary/{name}": value for name, value in numbers.items()})
         self._logged.end(0 if state == "finished" else 1)
 

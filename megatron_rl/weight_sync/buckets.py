@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import Group
@@ -19,6 +20,7 @@ from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import as_bytes
 from megatron_rl.quantization.formats import Output, outputs
 
+NamedTensors = Iterator[tuple[str, Tensor]]
 BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/experiments/benchmarks.md
 
 
@@ -103,9 +105,9 @@ class Workspace:
     """Memory of buckets, kept from one sync to the next: new pages cost more than the copies."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
-    def take(self, slot: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    def take(self, slot: int, nbytes: int, device: torch.device) -> Tensor:
         buffer = self._buffers.get(slot)
         if buffer is None or len(buffer) < nbytes or buffer.device != device:
             buffer = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -114,10 +116,10 @@ class Workspace:
 
 def gather(
     bucket: Bucket,
-    content: Sequence[list[torch.Tensor] | None],
+    content: Sequence[list[Tensor] | None],
     workspace: Workspace,
     device: torch.device,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Send this rank's bytes to the group's first rank, which receives those of all others.
 
     Content is None if this rank has failed.
@@ -144,8 +146,8 @@ def gather(
 
 
 def full_tensors(
-    bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+    bucket: Bucket, content: Sequence[list[Tensor]], received: Sequence[Tensor]
+) -> NamedTensors:
     """Return the full tensors of the bucket, from the content of the group's first rank and the
     others' bytes.
     """
@@ -167,12 +169,12 @@ def full_tensors(
             yield own.tensor.name, full
 
 
-def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """View bytes as elements; a view of wide elements must begin at a multiple of their size."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
-def _fill(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
+def _fill(full: Tensor, out: Output, part: Tensor) -> None:
     assert out.dim is not None
     at = 0
     for start, length in out.runs:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import Runs, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a full tensor
 PADDED_VOCAB = 64  # vLLM pads a vocabulary to a multiple of this before sharding it
 SMALL = 1 << 14  # bytes below which a tensor is not partitioned
 
@@ -65,13 +65,13 @@ class Shard:
             return True
         return any(first < start + length and start < first + own for first, own in self.runs)
 
-    def take(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def take(self, tensor: Tensor) -> list[Tensor]:
         """Copy this rank's part of a full tensor."""
         if self.runs is None:
             return [tensor.clone()]
         return [tensor.narrow(self.dim, start, length).clone() for start, length in self.runs]
 
-    def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
+    def spread(self, taken: Sequence[Tensor], spec: TensorSpec) -> Tensor:
         """Return a tensor of the full shape, for loaders that cut their shard; other values are
         undefined.
         """
@@ -89,23 +89,23 @@ WHOLE = Shard()
 NOTHING = Shard(runs=())
 
 
-class ShardBuffer(Mapping[str, "torch.Tensor"]):
+class ShardBuffer(Mapping[str, "Tensor"]):
     """Verified tensors of one rank, kept until they are loaded: only its shards are stored, and
     expanded to the full shape at each access.
     """
 
     def __init__(self, shards: Mapping[str, Shard]) -> None:
         self._shards = shards
-        self._taken: dict[str, tuple[TensorSpec, list[torch.Tensor]]] = {}
+        self._taken: dict[str, tuple[TensorSpec, list[Tensor]]] = {}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> ShardBuffer:
+    def of(cls, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> ShardBuffer:
         held = cls(shards)
         for name, tensor in tensors.items():
             held.take(name, tensor, own=True)
         return held
 
-    def take(self, name: str, tensor: torch.Tensor, own: bool = False) -> None:
+    def take(self, name: str, tensor: Tensor, own: bool = False) -> None:
         """Store this rank's part of a full tensor. `own`: the tensor is not written to later."""
         shard = self._shards.get(name, WHOLE)
         parts = [tensor] if own and shard == WHOLE else shard.take(tensor)
@@ -121,7 +121,7 @@ class ShardBuffer(Mapping[str, "torch.Tensor"]):
             for name, (spec, parts) in self._taken.items()
         }
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         spec, parts = self._taken[name]
         return self._shards.get(name, WHOLE).spread(parts, spec)
 

@@ -5,17 +5,18 @@ and removes old ones.
 import errno
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Format, SyncSection
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import buckets
+from megatron_rl.weight_sync.buckets import NamedTensors
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import (
     SyncDir,
@@ -32,7 +33,7 @@ WRITE_AHEAD = 16  # tensors queued between gathering and writing
 WRITER_POLL_S = 0.5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
+Item = tuple[str, Tensor] | BaseException | None  # None: the end
 
 
 class FilePush(Push):
@@ -67,7 +68,7 @@ class FilePush(Push):
         self.directory = self._open_directory()
         self._engine_ready = False
 
-    def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
+    def send(self, version: int, parameters: Mapping[str, Tensor]) -> Contribution:
         contribution = Contribution.merge(
             [self._write(version, format, parameters) for format in self._sources], sum
         )
@@ -161,7 +162,7 @@ class FilePush(Push):
         return next(iter(infos.values()))
 
     def _write(
-        self, version: int, format: Format, parameters: Mapping[str, torch.Tensor]
+        self, version: int, format: Format, parameters: Mapping[str, Tensor]
     ) -> Contribution:
         started = time.perf_counter()
         source = self._sources[format]
@@ -193,9 +194,7 @@ class FilePush(Push):
         }
         return Contribution.of(source, elapsed, failure, passing, **counts)
 
-    def _write_alongside(
-        self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Manifest:
+    def _write_alongside(self, version: int, format: Format, tensors: NamedTensors) -> Manifest:
         """Write in a thread, while this one quantizes and gathers the next tensors."""
         handover: queue.Queue[Item] = queue.Queue(maxsize=WRITE_AHEAD)
         last: BaseException | None = None
@@ -233,7 +232,7 @@ def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Manifest
             continue
 
 
-def _handed_over(handover: queue.Queue[Item]) -> Iterator[tuple[str, torch.Tensor]]:
+def _handed_over(handover: queue.Queue[Item]) -> NamedTensors:
     while (item := handover.get()) is not None:
         if isinstance(item, BaseException):
             raise item

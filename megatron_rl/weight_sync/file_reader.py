@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.weight_sync import manifest
@@ -40,7 +41,7 @@ class Staged:
     verify_s: float
 
 
-class Tensors(Mapping[str, torch.Tensor]):
+class Tensors(Mapping[str, Tensor]):
     """Tensors by name, each read at every access and refused if its checksum does not match."""
 
     def __init__(
@@ -66,7 +67,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         shard = self._shards.get(entry.name, WHOLE)
         return [part for part in entry.parts if shard.needs(entry.dim, part.start, part.length)]
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         start = time.perf_counter()
         try:
             return self._checked(self._entries[name])
@@ -81,7 +82,7 @@ class Tensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _checked(self, newest: TensorEntry) -> torch.Tensor:
+    def _checked(self, newest: TensorEntry) -> Tensor:
         """Return the tensor; only the parts that this rank loads are read."""
         wanted = self._wanted(newest)
         dtype = torch_dtype(newest.dtype)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
+from torch import Tensor
 
 from megatron_rl.files import replacing
 from megatron_rl.models.tensors import TensorSpec, as_bytes
@@ -64,7 +64,7 @@ def update_info(
 def write_version(
     directory: Path,
     policy_version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     format: str,
     writer: int = 0,
@@ -144,7 +144,7 @@ class _Buckets:
         self._file: BinaryIO | None = None
         self._name = ""
 
-    def add(self, name: str, tensor: torch.Tensor, cut: ShardLayout | None) -> None:
+    def add(self, name: str, tensor: Tensor, cut: ShardLayout | None) -> None:
         spec = TensorSpec.of(name, tensor)
         offset = self._begin()
         if cut is None:
@@ -168,7 +168,7 @@ class _Buckets:
         )
         self.entries.append(entry)
 
-    def _part(self, name: str, start: int, length: int, content: torch.Tensor) -> Part:
+    def _part(self, name: str, start: int, length: int, content: Tensor) -> Part:
         data = as_bytes(content.cpu()).numpy()
         stored = data
         changes = None

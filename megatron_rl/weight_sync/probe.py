@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
+from megatron_rl.types import Metrics
 from megatron_rl.weight_sync.probe_budget import Budget, Numerics, noise_budget
 
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
@@ -68,7 +70,7 @@ class ProbeResult:
             and self.learner_missing == 0
         )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         return {
             "sync/probe_abs_diff": self.mean_abs,
             "sync/probe_diff": self.mean,
@@ -110,16 +112,16 @@ class Probe:
             return result.within(max(budget.nats, EXPLAINED * self.expected))
         return result.within(budget.end)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         metrics = {"expected": self.expected, "unexplained": self.unexplained}
         metrics |= {"noise": self.noise if self.budget is None else None}
         return {f"sync/probe_{name}": value for name, value in metrics.items() if value is not None}
 
 
 def compare(
-    sampler_logprobs_N: torch.Tensor,
-    learner_logprobs_N: torch.Tensor,
-    mask_N: torch.Tensor,
+    sampler_logprobs_N: Tensor,
+    learner_logprobs_N: Tensor,
+    mask_N: Tensor,
     budget: float,
 ) -> ProbeResult:
     sampler = sampler_logprobs_N[mask_N].double().cpu()
@@ -137,7 +139,7 @@ def compare(
     )
 
 
-def noise(logprobs_N: torch.Tensor, rounded_again_N: torch.Tensor, mask_N: torch.Tensor) -> float:
+def noise(logprobs_N: Tensor, rounded_again_N: Tensor, mask_N: Tensor) -> float:
     """Return the mean |difference| of the learner's own logprobs with and without one more rounding
     of its weights.
     """
@@ -145,9 +147,9 @@ def noise(logprobs_N: torch.Tensor, rounded_again_N: torch.Tensor, mask_N: torch
 
 
 def check(
-    sampler_logprobs_N: torch.Tensor,
-    learner_logprobs_N: torch.Tensor,
-    mask_N: torch.Tensor,
+    sampler_logprobs_N: Tensor,
+    learner_logprobs_N: Tensor,
+    mask_N: Tensor,
     format: Format,
     probe: Probe,
 ) -> ProbeResult:
@@ -184,8 +186,8 @@ def _rounding_note(probe: Probe) -> str:
 
 
 def check_formats(
-    batch: Batch, learner_logprobs_N: torch.Tensor, formats: Sequence[Format], probe: Probe
-) -> dict[str, float]:
+    batch: Batch, learner_logprobs_N: Tensor, formats: Sequence[Format], probe: Probe
+) -> Metrics:
     """Run `check` for every weight format of the sampler that has rows, under its own budget, on
     rows sampled with the version just synced: older ones differ legitimately.
     """
@@ -215,7 +217,7 @@ def check_formats(
     }
 
 
-def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> str:
+def diagnose(sampler: Tensor, result: ProbeResult, probe: Probe) -> str:
     """Return the likely cause of a difference. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
         return "No tokens to compare: the sampler returned empty responses."

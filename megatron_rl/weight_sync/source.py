@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Place
@@ -32,6 +33,7 @@ from megatron_rl.weight_sync.buckets import (
     BUCKET_BYTES,
     Bucket,
     BucketEntry,
+    NamedTensors,
     Workspace,
     full_tensors,
     gather,
@@ -39,6 +41,7 @@ from megatron_rl.weight_sync.buckets import (
 )
 from megatron_rl.weight_sync.engine_shards import ShardLayout
 
+Parameters = Mapping[str, Tensor]
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
 PLAIN = torch.bfloat16  # dtype of the sampler's unquantized tensors
@@ -70,7 +73,7 @@ class ShardSource:
         cache_scales: CacheScales | None = None,
     ) -> None:
         self.failure: str | None = None
-        self.errors: list[torch.Tensor] = []  # of `sample_error`
+        self.errors: list[Tensor] = []  # of `sample_error`
         self.seconds = SyncSeconds()
         self.format = format
         self._model = model
@@ -90,7 +93,7 @@ class ShardSource:
         """Return the bytes of the tensors this rank yields."""
         return sum(tensor.nbytes for tensors in self.bucket_tensors for tensor in tensors or ())
 
-    def tensors(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, parameters: Parameters) -> NamedTensors:
         """Yield (Hugging Face name, full tensor) of everything this rank writes; nothing on other
         ranks.
 
@@ -99,9 +102,7 @@ class ShardSource:
         for bucket in self.buckets(parameters):
             yield from bucket
 
-    def buckets(
-        self, parameters: Mapping[str, torch.Tensor]
-    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def buckets(self, parameters: Parameters) -> Iterator[NamedTensors]:
         """Yield the same tensors bucket by bucket. Exhaust each before requesting the next.
 
         Collectives of all ranks of the learner run at the call, not at the first bucket: some ranks
@@ -113,7 +114,7 @@ class ShardSource:
             passes.append(self._scale_values(_device(shards)))
         return iter(passes)
 
-    def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def _scale_values(self, device: torch.device) -> NamedTensors:
         """Return the scales' values; zeros if this rank has failed: the version is dropped, but the
         lockstep continues.
         """
@@ -126,7 +127,7 @@ class ShardSource:
                 for scale in self._scale_tensors
             )
 
-    def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _begin(self, parameters: Parameters) -> dict[str, Tensor]:
         self.failure = None
         self.seconds = SyncSeconds()
         self.errors = []
@@ -196,8 +197,8 @@ class ShardSource:
             return ()
         return self._cache_scales.tensors
 
-    def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        shards: dict[str, torch.Tensor] = {}
+    def _by_table_name(self, parameters: Parameters) -> dict[str, Tensor]:
+        shards: dict[str, Tensor] = {}
         for name, tensor in parameters.items():
             try:
                 param = find(name, self._model.shape)
@@ -217,9 +218,7 @@ class ShardSource:
         return shards
 
     @torch.no_grad()
-    def _run(
-        self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _run(self, bucket: Bucket, shards: Parameters) -> NamedTensors:
         started = time.perf_counter()
         parts = [self._parts(job, shards) for job in bucket.jobs]
         amax = self._shared_amax(bucket, parts, _device(shards))
@@ -236,9 +235,7 @@ class ShardSource:
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
 
-    def _parts(
-        self, job: BucketEntry, shards: Mapping[str, torch.Tensor]
-    ) -> list[torch.Tensor] | None:
+    def _parts(self, job: BucketEntry, shards: Parameters) -> list[Tensor] | None:
         local = self._merged(job.param, shards)
         if local is None:
             return None
@@ -246,7 +243,7 @@ class ShardSource:
             local = self._smoothing.fold(job.param, local)
         return [part for _, part in cut(job.param, local, job.slices)]
 
-    def _merged(self, param: Param, shards: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _merged(self, param: Param, shards: Parameters) -> Tensor | None:
         """Return this rank's shard for the sampler, merged with its LoRA adapter if it has one."""
         model = self._model
         local = shards.get(param.megatron)
@@ -261,7 +258,7 @@ class ShardSource:
         return merge(local, a, b, row_numbers(runs, local.device), model.shape.lora.scale)
 
     @torch.no_grad()
-    def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _column_amax(self, shards: Parameters) -> Tensor:
         """Return [layer, norm, channel]: the largest weight of each column over the quantized
         readers of a norm on this rank.
         """
@@ -288,8 +285,8 @@ class ShardSource:
         return amax_LNH
 
     def _shared_amax(
-        self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+        self, bucket: Bucket, parts: Sequence[list[Tensor] | None], device: torch.device
+    ) -> dict[str, Tensor]:
         """Return the row amax over the group, by parameter, for rows that are split across
         ranks.
         """
@@ -319,16 +316,16 @@ class ShardSource:
     def _convert(
         self,
         job: BucketEntry,
-        parts: Sequence[torch.Tensor] | None,
+        parts: Sequence[Tensor] | None,
         rank: int,
-        amax: Mapping[str, torch.Tensor],
-    ) -> list[torch.Tensor] | None:
+        amax: Mapping[str, Tensor],
+    ) -> list[Tensor] | None:
         """Return this rank's outputs of one parameter in the order of its job; None if they cannot
         be computed.
         """
         if parts is None or self.failure is not None:
             return None
-        made: list[torch.Tensor] = []
+        made: list[Tensor] = []
         for piece, part, outs in zip(job.slices, parts, job.outputs[rank], strict=True):
             if len(outs) == 1:
                 made.append(part.to(PLAIN).contiguous())
@@ -347,7 +344,7 @@ class ShardSource:
         self.failure = self.failure or reason
 
 
-def _device(shards: Mapping[str, torch.Tensor]) -> torch.device:
+def _device(shards: Parameters) -> torch.device:
     if shards:
         return next(iter(shards.values())).device
     return torch.device("cpu")

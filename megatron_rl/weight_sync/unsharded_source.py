@@ -7,15 +7,17 @@ order that every rank knows, (stage, dense before experts, expert rank, number),
 rank's own order too: this prevents deadlocks between ranks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import TensorSpec, as_bytes, torch_dtype
+from megatron_rl.weight_sync.buckets import NamedTensors
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import this_rank
 from megatron_rl.weight_sync.wire import checksum
@@ -39,21 +41,21 @@ class UnshardedSource:
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         # checksums of the tensors that this rank has yielded
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.shards = source
         self._everywhere = everywhere
         self._rank = this_rank()
         self._mine = source.bucket_keys
         self._steps = self._agree()
-        self._parameters: Mapping[str, torch.Tensor] = {}
-        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._parameters: Mapping[str, Tensor] = {}
+        self._pass: NamedTensors = iter(())
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Yield the complete model, in the order of iteration, on every rank."""
         return tuple(tensor for step in self._steps for tensor in step.tensors)
 
-    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """Set this rank's shards for the next pass."""
         self._parameters = parameters
         self.sums = {}
@@ -62,7 +64,7 @@ class UnshardedSource:
         if device.type == "cuda":
             self._pass = made_on(torch.cuda.current_stream(device), self._pass)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> NamedTensors:
         return self._pass
 
     def drain(self) -> None:
@@ -83,7 +85,7 @@ class UnshardedSource:
         ]
         return tuple(sorted(steps, key=lambda step: step.key))
 
-    def _walk(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def _walk(self, device: torch.device) -> NamedTensors:
         buckets = self.shards.buckets(self._parameters)
         mine = set(self._mine)
         for step in self._steps:
@@ -95,8 +97,8 @@ class UnshardedSource:
                     yield tensor.name, here
 
     def _deliver(
-        self, writer: int, spec: TensorSpec, tensor: torch.Tensor | None, device: torch.device
-    ) -> torch.Tensor | None:
+        self, writer: int, spec: TensorSpec, tensor: Tensor | None, device: torch.device
+    ) -> Tensor | None:
         """Send the tensor to the ranks that yield it. A writer that has failed sends zeros: its
         failure drops the version.
         """
@@ -120,9 +122,7 @@ class UnshardedSource:
         return _typed(data, spec)
 
 
-def made_on(
-    home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def made_on(home: torch.cuda.Stream, pairs: NamedTensors) -> NamedTensors:
     """Make each (name, tensor) pair on stream `home`, for a consumer on any stream, which then
     waits for it.
 
@@ -142,5 +142,5 @@ def made_on(
         yield pair
 
 
-def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _typed(data: Tensor, spec: TensorSpec) -> Tensor:
     return data.view(torch_dtype(spec.dtype)).view(spec.shape)

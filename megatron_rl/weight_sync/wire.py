@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from megatron_rl.models.tensors import TensorSpec, as_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -31,7 +32,7 @@ STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: offset of the position weights b
 # torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers, bytes, and among
 # them classes, a dtype and a size. Those are sent as text, and looked up in closed lists
 CLASSES: dict[str, Any] = {
-    "torch.Tensor": torch.Tensor,
+    "Tensor": Tensor,
     "torch.UntypedStorage": torch.UntypedStorage,
     "torch.TypedStorage": torch.storage.TypedStorage,
 }
@@ -70,7 +71,7 @@ def seal(message: Mapping[str, Any]) -> Seal:
 
 
 @torch.no_grad()
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words
     weighted by position.
 
@@ -94,7 +95,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack((plain, placed))
 
 
-def read_checksums(sums: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+def read_checksums(sums: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """Read all checksums in one copy to the CPU."""
     if not sums:
         return {}

@@ -122,7 +122,7 @@ def test_a_wrong_recipe_is_refused_before_weights_move(server: HubServer, comman
 def test_too_little_space_is_reported_first(
     server: HubServer, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.hub.free_bytes", lambda: 1000)
+    monkeypatch.setattr("megatron_rl.preflight.downloads.free_bytes", lambda path: 1000)
     said = command("fetch", RECIPE, *TINY, status=2)
     assert "but " in said and "has 1000 left; free space, or set HF_HOME" in said
     assert not weights_moved(server)

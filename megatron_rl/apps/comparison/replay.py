@@ -15,6 +15,7 @@ from megatron_rl.rollout_correction.correction import correct, without_stale
 from megatron_rl.tracking.console import table
 from megatron_rl.tracking.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.tracking.run_dir import RunDir
+from megatron_rl.types import Metrics
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "rollout_is_eff_sample_size": ("ESS", ".4f"),
@@ -64,7 +65,7 @@ def replay(
     recorded: Sequence[Recorded],
     corrections: Mapping[str, CorrectionConfig],
     advantage: AdvantageConfig,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, Metrics]:
     """Correction -> its metrics (names without their group), averaged over the steps; the largest
     weight of all.
     """
@@ -81,9 +82,7 @@ def replay(
     return replayed
 
 
-def _metrics(
-    recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig
-) -> dict[str, float]:
+def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig) -> Metrics:
     assert recorded.prox_logprobs_N is not None
     batch, stale = without_stale(recorded.batch, config, recorded.version)
     share = Share.alone(batch)
@@ -91,7 +90,7 @@ def _metrics(
     return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
 
 
-def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:
+def describe(replayed: Mapping[str, Metrics]) -> str:
     head = ["correction", *(label for label, _ in COLUMNS.values())]
     rows = [
         [

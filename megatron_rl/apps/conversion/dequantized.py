@@ -33,7 +33,7 @@ from megatron_rl.apps.conversion.sources import (
     Source,
     Weights,
 )
-from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.models.tensors import Shape, TensorSpec, torch_dtype
 from megatron_rl.quantization.formats import BLOCK
 
 ROWS_ELEMENTS = 1 << 17  # of FP32 values at once
@@ -128,7 +128,7 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
     return found
 
 
-def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...]:
+def _shape(names: list[str], weights: Weights, known: Meaning) -> Shape:
     """The shape of the plain weight; ValueError where its scales are not for one."""
     parts = {part_of(name)[1]: weights.specs[name] for name in names}
     stored = parts.get("weight_packed") or parts["weight"]
@@ -149,7 +149,7 @@ def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...
     return shape
 
 
-def portions(shape: tuple[int, ...], known: Meaning) -> Iterator[slice]:
+def portions(shape: Shape, known: Meaning) -> Iterator[slice]:
     """The rows that are worked on at once: whole blocks of them."""
     rows = max(1, ROWS_ELEMENTS // max(shape[1], 1) // known.block[0]) * known.block[0]
     return (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
@@ -174,7 +174,7 @@ def meaning(config: Mapping[str, Any]) -> Meaning:
 
 
 def restore(
-    parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
+    parts: Mapping[str, Tensor], rows: slice, shape: Shape, meaning: Meaning
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """FP32 values of some rows (starting at a block), and a function for their rounding bounds."""
     codes_OI, kind = _codes(parts, rows, shape, meaning)
@@ -196,7 +196,7 @@ def restore(
 
 
 def _codes(
-    parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
+    parts: Mapping[str, Tensor], rows: slice, shape: Shape, meaning: Meaning
 ) -> tuple[Tensor, str]:
     if "weight_packed" in parts and "weight_shape" in parts:
         return _integers(parts["weight_packed"][rows], shape[1], meaning.bits), "integer"
@@ -215,7 +215,7 @@ def _half_steps(codes_OI: Tensor, kind: str) -> Tensor:
     return (codes_OI.abs() / 4).clamp(min=0.25)
 
 
-def _spread(scale: Tensor, rows: slice, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+def _spread(scale: Tensor, rows: slice, shape: Shape, block: tuple[int, int]) -> Tensor:
     """A scale for every element of these rows, or one that is broadcast over them."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)

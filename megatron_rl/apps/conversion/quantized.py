@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from megatron_rl.apps.conversion.exports import DTYPE, Beside, plain_dtype, write_folder
 from megatron_rl.apps.conversion.modelopt import MODELOPT, quantize_by_modelopt
@@ -38,7 +38,7 @@ class Recipe:
     rounds_first: bool = True  # False: a learner that holds its weights in FP32 quantizes those
     smoothing: Smoothing | None = None
     # scales of an FP8 cache, by name
-    cache: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    cache: Mapping[str, Tensor] = field(default_factory=dict)
 
     def quantizes(self, name: str) -> bool:
         return formats.is_quantized(name, self.format, self.ignore)
@@ -84,7 +84,7 @@ def _recipe_of_run(source: Source) -> Recipe:
         raise ConfigError(f"{source.run}: quantization.format is none; use export")
     held = {name: read_stored(name, stored) for name, stored in stored_tensors(state).items()}
     smoothing = None
-    cache: dict[str, torch.Tensor] = {}
+    cache: dict[str, Tensor] = {}
     if quantization.smoothing and quantization.format == Format.int8:
         smoothing = Smoothing(
             source.shape, quantization.smoothing, SCALES_STAY, TorchGroup(), _nothing_new
@@ -98,7 +98,7 @@ def _recipe_of_run(source: Source) -> Recipe:
     return Recipe(quantization.format, quantization.ignore, rounds_first, smoothing, cache)
 
 
-def _nothing_new() -> torch.Tensor:
+def _nothing_new() -> Tensor:
     raise AssertionError("the scales of a sync that has been are not measured again")
 
 
@@ -125,9 +125,9 @@ def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
             source[spec.name] = name
     specs |= {name: TensorSpec.of(name, scale) for name, scale in recipe.cache.items()}
 
-    held: dict[str, torch.Tensor] = {}  # made of the tensor that was read last
+    held: dict[str, Tensor] = {}  # made of the tensor that was read last
 
-    def made(name: str, get: Get) -> torch.Tensor:
+    def made(name: str, get: Get) -> Tensor:
         if name in recipe.cache:
             return recipe.cache[name]
         if name not in held:
@@ -152,7 +152,7 @@ def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
     ]
 
 
-def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict[str, torch.Tensor]:
+def _made(name: str, tensor: Tensor, param: Param, recipe: Recipe) -> dict[str, Tensor]:
     if recipe.rounds_first:  # as a learner in BF16 does
         tensor = tensor.to(torch_dtype(DTYPE))
     if recipe.smoothing is not None:

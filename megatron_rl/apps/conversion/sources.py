@@ -3,8 +3,6 @@
 A source is a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder, or an id of the hub.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
+from torch import Tensor
 
 from megatron_rl.apps.evaluation import stored_model
 from megatron_rl.apps.evaluation.adapters import Adapters, merged, read
@@ -35,7 +33,7 @@ from megatron_rl.tracking.run_dir import RunDir
 AT_STEP = re.compile(r"(.+)@([0-9]{1,18})")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of config.json
 QUANTIZATION_FILE = "hf_quant_config.json"  # of modelopt, beside it
-Get = Callable[[str], torch.Tensor]
+Get = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Weights:
         return sum(spec.nbytes for spec in self.specs.values())
 
     def made_into(
-        self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], torch.Tensor]
-    ) -> Weights:
+        self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], Tensor]
+    ) -> "Weights":
         """Other weights, each of which is `made(name, get)` of these."""
 
         def opened() -> Get:
@@ -175,7 +173,7 @@ def _of_step(run: Path, step: int) -> Path:
 note = logger("convert").info
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     """Return a digest of dtype, shape and bytes, independent of the device."""
     flat = as_bytes(tensor)
     about = f"{DTYPES[dtype_name(tensor.dtype)][0]} {'x'.join(map(str, tensor.shape))}"

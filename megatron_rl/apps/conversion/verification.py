@@ -7,8 +7,6 @@ expert shows, however small the mean error. Smoothing divides norms by powers of
 the weights after them; it is read off the norms and applied to the plain side first.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.apps.conversion import dequantized
 from megatron_rl.apps.conversion.sources import Get, Source, Weights, digest
@@ -67,7 +66,7 @@ class Model:
             self.meaning = dequantized.meaning(config)
             self.plain = dequantized.dequantized(self.stored, config)
 
-    def smooth_as(self, other: Model) -> None:
+    def smooth_as(self, other: "Model") -> None:
         """Fold a plain model of a known family as the quantized one it is held against."""
         if self.quantized or not other.quantized:
             return
@@ -111,7 +110,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             yield _within(name, b, a.get(name), bound)
 
 
-def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> Compared:
+def _plain(name: str, one: Tensor, other: Tensor, bound: float) -> Compared:
     if one.dtype == other.dtype and digest(one) == digest(other):
         return Compared(name, Verdict.equal)
     if one.dtype != other.dtype:
@@ -123,7 +122,7 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
     )
 
 
-def _within(name: str, model: Model, plain_OI: torch.Tensor, bound: float) -> Compared:
+def _within(name: str, model: Model, plain_OI: Tensor, bound: float) -> Compared:
     """`model`: has this weight quantized."""
     shape = tuple(plain_OI.shape)
     names = model.quantized[dequantized.part_of(name)[0]]
@@ -146,7 +145,7 @@ def _within(name: str, model: Model, plain_OI: torch.Tensor, bound: float) -> Co
 
 
 def _by_error(
-    name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, reason: str = ""
+    name: str, squared: Tensor, whole: Tensor, bound: float, reason: str = ""
 ) -> Compared:
     error = float((squared / whole.clamp(min=1e-24)).sqrt())
     verdict = Verdict.within_the_bound if error <= bound else Verdict.differs
@@ -155,7 +154,7 @@ def _by_error(
 
 def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
     """`plain`, folded as `quantized` was; as it is where that was not, or is of another model."""
-    scales: dict[tuple[int, Norm], torch.Tensor] = {}
+    scales: dict[tuple[int, Norm], Tensor] = {}
     get = plain.open()
     other = quantized.open()
     readers: dict[str, tuple[int, Norm]] = {}
@@ -172,7 +171,7 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
     if not scales:
         return plain
 
-    def made(name: str, get: Get) -> torch.Tensor:
+    def made(name: str, get: Get) -> Tensor:
         scale_H = scales.get(readers[name]) if name in readers else None
         if scale_H is None:
             return get(name)
@@ -181,7 +180,7 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
     return plain.made_into(plain.specs, made)
 
 
-def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
+def _scale(plain_H: Tensor, smoothed_H: Tensor) -> Tensor | None:
     """Powers of two between the two; None if they are equal or differ in another way."""
     if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
         return None

@@ -3,8 +3,6 @@ conversation where it has a template, else texts continued; the tools of an envi
 calls, as in training.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -92,7 +90,9 @@ class Chat:
 
 
 @contextmanager
-def begun(config: Config, stored: StoredModel, row: Mapping[str, Any]) -> Iterator[Chat | ToolChat]:
+def begun(
+    config: Config, stored: StoredModel, row: Mapping[str, Any]
+) -> "Iterator[Chat | ToolChat]":
     """A chat with the model served by `config`, and the tools of its environment, started first."""
     with _environment(config, stored.folder) as pool, served(config, stored) as sampler:
         tokenizer = FolderTokenizer(stored.folder)

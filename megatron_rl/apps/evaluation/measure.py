@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from megatron_rl.apps.evaluation.stored_model import StoredModel, served
 from megatron_rl.config import ConfigError
@@ -20,7 +19,7 @@ from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
 from megatron_rl.environments import sessions
 from megatron_rl.evaluation import Evaluator
-from megatron_rl.files import write_atomic
+from megatron_rl.files import JsonObject, write_atomic
 from megatron_rl.logs import logger
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
@@ -108,7 +107,7 @@ def measure(config: Config, stored: StoredModel, folder: Path) -> str:
     return "\n".join(table(head, rows))
 
 
-def pass_rate(group: Group) -> dict[str, Any]:
+def pass_rate(group: Group) -> JsonObject:
     """Pass rate of a prompt, as `tools/prepare_data.py --pass-rates` reads it."""
     prompt = group[0].rollout.prompt
     right = sum(one.verdict == Verdict.right for one in group)

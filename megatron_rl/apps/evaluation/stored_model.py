@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.apps.evaluation.adapters import alone, is_peft, merged, read
 from megatron_rl.checkpoint import checkpoints
@@ -147,7 +148,7 @@ class StoredWeights:
             self._adapters = read(stored.weights, self.model.shape, stored.lora)
         self.groups = ShardGroups()
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters in BF16, from which live updates are quantized too."""
         shape = self.model.shape
         layout = self.model.layout
@@ -156,7 +157,7 @@ class StoredWeights:
             shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
             yield param.megatron, shard.to(torch.bfloat16)
 
-    def _getter(self) -> Callable[[str], torch.Tensor]:
+    def _getter(self) -> Callable[[str], Tensor]:
         stored = self._stored
         if stored.weights == stored.folder:
             return HfFolder(stored.weights).get
@@ -164,10 +165,10 @@ class StoredWeights:
             return merged(HfFolder(stored.folder), self._adapters)
         return torch_dist.getter(torch_dist.Reader(stored.weights), self.model.shape)
 
-    def take_activation_amax(self) -> torch.Tensor:
+    def take_activation_amax(self) -> Tensor:
         raise NotImplementedError("smoothing is measured by a learner")
 
-    def take_cache_amax(self) -> torch.Tensor:
+    def take_cache_amax(self) -> Tensor:
         raise NotImplementedError("scales of an FP8 cache are measured by a learner")
 
 

@@ -2,12 +2,8 @@
 computed from them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from megatron_rl.apps.planner.memory import engine as engines
 from megatron_rl.apps.planner.memory.activations import Pack, Training
@@ -17,7 +13,7 @@ from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Device, SamplerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.models.shape import Lora
+from megatron_rl.models.shape import HfConfig, Lora
 from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
@@ -110,7 +106,7 @@ class Workload:
         return self.sequences * self.length
 
     @classmethod
-    def of(cls, config: Config, assumed: Assumptions) -> Workload:
+    def of(cls, config: Config, assumed: Assumptions) -> "Workload":
         rollout = config.rollout
         prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
         turns = 1.0
@@ -150,7 +146,7 @@ class Case:
     """Recipe, model and machine of a plan; all else is computed from them once."""
 
     config: Config
-    hf_config: Mapping[str, Any]
+    hf_config: HfConfig
     machine: Machine
     assumed: Assumptions = Assumptions()
 

@@ -8,10 +8,9 @@ A model's config.json in place of a recipe stands for its sync alone; with --on,
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.apps.planner import precision, slurm, suggest, table
 from megatron_rl.apps.planner.case import Assumptions, Case
@@ -21,8 +20,10 @@ from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.load import changes, load, read
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import Config
+from megatron_rl.files import JsonObject
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.shape import HfConfig
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import NoGpu, detect, named, own
@@ -66,7 +67,7 @@ def answer(request: Request) -> tuple[str, list[str]]:
     if case and request.precision:
         return _precision(case, request.as_json), []
     sync = Traffic(config, hf_config, request.replicas)
-    about: dict[str, Any] = {"model": config.model.path}
+    about: JsonObject = {"model": config.model.path}
     texts = [sync.describe(request.link_gbs)]
     if case:
         made = plan(case)
@@ -89,7 +90,7 @@ def _mistakes(request: Request) -> Iterator[str]:
         yield f"--link-gbs {request.link_gbs:g}: expected GB/s above 0"
 
 
-def _size_problems(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+def _size_problems(config: Config, hf_config: HfConfig) -> list[str]:
     try:
         model = Model.of(hf_config, Layout.from_config(config.learner))
     except ValueError as error:
@@ -122,11 +123,11 @@ def assumptions(given: Sequence[str]) -> Assumptions:
     return Assumptions(**values)
 
 
-def as_json(made: Plan) -> dict[str, Any]:
+def as_json(made: Plan) -> JsonObject:
     """The JSON of a plan, without its sync."""
     case = made.case
     roles = {name: getattr(case.roles, name) for name in ("gpus", "nodes", "kinds")}
-    about: dict[str, Any] = {
+    about: JsonObject = {
         "verdict": made.verdict,
         **asdict(made),
         "machine": str(case.machine),
@@ -144,7 +145,7 @@ def as_json(made: Plan) -> dict[str, Any]:
     return about
 
 
-def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, bool]:
+def _read(request: Request) -> tuple[Config, list[str], JsonObject | None, bool]:
     """The configuration, problems of its file, the model, and whether it is a whole recipe."""
     target = request.target
     if (target / "config.json").is_file():

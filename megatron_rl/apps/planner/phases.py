@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor, prod
-from typing import Any
 
 from megatron_rl.apps.planner.case import Case
 from megatron_rl.apps.planner.memory.engine import COMMUNICATOR, CONTEXT, GIB
@@ -18,7 +17,7 @@ from megatron_rl.apps.planner.memory.learner import BF16
 from megatron_rl.config.schema import Config, Offload, Recompute, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import HfConfig, ModelShape
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.roles import RANK_GIB
 
@@ -185,9 +184,7 @@ def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
     return floor((1 - spare - beside / memory.limit) * 100) / 100
 
 
-def for_machine(
-    config: Config, hf_config: Mapping[str, Any], machine: Machine
-) -> tuple[Config, str]:
+def for_machine(config: Config, hf_config: HfConfig, machine: Machine) -> tuple[Config, str]:
     """Return the decided configuration, and a line about the decision; "" where there is none."""
     case, said = decided(Case(config, hf_config, machine))
     return case.config, said

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.files import read_bounded, read_json
+from megatron_rl.files import JsonObject, read_bounded, read_json
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.tracking.console import table
 from megatron_rl.tracking.metrics_file import Curves, read_lines
@@ -132,8 +132,8 @@ def load_run(path: Path) -> RunData:
             f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME"
         )
     problems: list[str] = []
-    config: dict[str, Any] = {}
-    env: dict[str, Any] = {}
+    config: JsonObject = {}
+    env: JsonObject = {}
     lines: list[dict[str, float]] = []
     incomplete = 0
     with reading(run.config, problems):
@@ -166,7 +166,7 @@ def reading(path: Path, problems: list[str]) -> Iterator[None]:
             problems.append(problem)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> JsonObject:
     found = read_yaml(read_bounded(path).decode())
     if not isinstance(found, dict):
         raise TypeError(f"it holds {type(found).__name__}, not keys and values")

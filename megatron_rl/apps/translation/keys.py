@@ -2,8 +2,6 @@
 reject rules that several projects' settings come down to.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -167,7 +165,7 @@ class Keys:
                 self.refuse_if(twice, old, f"given as {new} too, with a different value")
                 self.values[new] = self.values[old]
 
-    def replace(self, other: Keys, names: Iterable[str]) -> None:
+    def replace(self, other: "Keys", names: Iterable[str]) -> None:
         """The values of another section for these names, absent ones included."""
         for name in names:
             self.values.pop(name, None)

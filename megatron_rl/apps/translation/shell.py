@@ -4,8 +4,6 @@ A value known only to a running shell (a command's output, a branch that depends
 `Unset`: an error where it is needed, ignored where it is not.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import os
@@ -150,7 +148,7 @@ class Script:
         )
         self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
-    def read(self, text: str, live: Holds = 1) -> Script:
+    def read(self, text: str, live: Holds = 1) -> "Script":
         # here-documents, and the lines that may end them
         self.reading.spend(text.count("<<") * text.count("\n"))
         outer = self._tokens

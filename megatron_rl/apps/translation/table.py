@@ -21,13 +21,14 @@ from typing import Any
 from megatron_rl.config.plain_yaml import read_yaml
 
 FOLDER = Path(__file__).parent / "tables"
+Words = tuple[str, ...]
 FINE = (None, False, "", 0, "none", "null", "None", "disable", "disabled")
 
 
 @dataclass(frozen=True)
 class KeyRow:
     theirs: str
-    to: tuple[str, ...] = ()
+    to: Words = ()
     default: Any = None
     words: Mapping[Any, Any] | None = None
     instead: Mapping[Any, Any] = field(default_factory=dict)
@@ -38,10 +39,10 @@ class KeyRow:
     when_loss: str = ""  # the loss that it is of, by their name
     why: str = ""
     fine: tuple[Any, ...] = FINE
-    former: tuple[str, ...] = ()  # names of the key in other versions
+    former: Words = ()  # names of the key in other versions
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Words:
         return (self.theirs, *self.former)
 
     def asks(self, value: Any) -> bool:
@@ -81,16 +82,16 @@ def expected(key: str, value: Any) -> str:
 class Names:
     """The settings of a correction by name."""
 
-    keys: tuple[str, ...]
+    keys: Words
     section: str = ""  # that they are in, dotted; without one they are looked for everywhere
     bare: bool = True  # whether they may stand alone, without their section
-    beside: tuple[str, ...] = ()  # of settings outside of it that are read too, in full
-    apart: tuple[str, ...] = ()  # parts of keys that the project's module reads itself
-    common: tuple[str, ...] = ()  # too short to look for typos of
+    beside: Words = ()  # of settings outside of it that are read too, in full
+    apart: Words = ()  # parts of keys that the project's module reads itself
+    common: Words = ()  # too short to look for typos of
     former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
     # no longer there -> what has taken its place
     removed: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[str, ...] = ()  # that sound alike
+    others: Words = ()  # that sound alike
     says: Mapping[str, str] = field(default_factory=dict)  # what is said of them, by a word for it
 
     @property
@@ -115,7 +116,7 @@ class Table:
     rows: tuple[KeyRow, ...] = ()  # none where the correction alone is read
     # of ours: what that project does without a key for it
     always: Mapping[str, Any] = field(default_factory=dict)
-    not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    not_needed: Mapping[str, Words] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, KeyRow]:

@@ -14,6 +14,7 @@ from operator import sub
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED
@@ -26,7 +27,7 @@ from megatron_rl.models.shards import assemble, common, cut, part
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 
 
-def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
+def blocks(param: Param, shape: ModelShape, tensors: Iterable[Tensor]) -> Iterator[Block]:
     """Blocks of a whole parameter in a checkpoint of any spelling (TE fuses norms)."""
     local = assemble(param, shape, Layout(), Place(), tensors)
     for entry in index.entries(param, shape, stacked=not shape.dense_layers):
@@ -57,7 +58,7 @@ class Reader:
     def dtype(self, entry: index.Entry) -> str:
         return self._tensors[self._prefix + entry.key].dtype
 
-    def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, torch.Tensor]]:
+    def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
@@ -72,7 +73,7 @@ class Reader:
         size: tuple[int, ...],
         kind: str = "",
         padded: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Read a block of a parameter, or of its optimizer state (`kind`: optimizer.state.exp_avg).
 
         `padded`: the vocabulary may be padded, as in megatron-core's own checkpoints.
@@ -106,7 +107,7 @@ class Reader:
             part(target, map(sub, box[0], whole[0]), box[1]).copy_(values)
         return target.view(size)
 
-    def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> torch.Tensor:
+    def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> Tensor:
         try:
             return read_saved(
                 self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size
@@ -126,7 +127,7 @@ def specs(reader: Reader, shape: ModelShape) -> dict[str, TensorSpec]:
     return found
 
 
-def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
+def getter(reader: Reader, shape: ModelShape) -> Callable[[str], Tensor]:
     """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the
     next one's are.
     """
@@ -136,9 +137,9 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
         else stored_params(shape)
     )
     behind = {name: param for param in own for name in param.hf}
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
-    def get(name: str) -> torch.Tensor:
+    def get(name: str) -> Tensor:
         if name not in kept:
             kept.clear()
             kept.update(reader.parameter(behind[name], shape))
@@ -147,9 +148,7 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
     return get
 
 
-def read_saved(
-    path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]
-) -> torch.Tensor:
+def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> Tensor:
     """ValueError where those bytes of the file do not hold such a tensor."""
     with open_regular(path) as file:
         file.seek(begin)
@@ -163,6 +162,6 @@ def read_saved(
     except (*DAMAGED, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from None
     wanted = (torch_dtype(dtype), size, torch.strided)
-    if type(found) is not torch.Tensor or (found.dtype, found.shape, found.layout) != wanted:
+    if type(found) is not Tensor or (found.dtype, found.shape, found.layout) != wanted:
         raise ValueError(f"it holds something else than {dtype} {list(size)}")
     return found

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_rl.checkpoint.torch_dist.index import Entry
-from megatron_rl.files import fsync, write_atomic
+from megatron_rl.files import JsonObject, fsync, write_atomic
 from megatron_rl.models.tensors import as_bytes, dtype_name, torch_dtype
 
 BACKEND = {
@@ -37,14 +37,14 @@ class Block:
     key: str
     whole: tuple[int, ...]
     offset: tuple[int, ...]
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 def part_of(
     entry: Entry,
     whole: tuple[int, ...],
     offset: tuple[int, ...],
-    values: torch.Tensor,
+    values: Tensor,
     kind: str = "",
 ) -> Block:
     """Part of a parameter, or of its optimizer state: `kind` is then optimizer.state.exp_avg."""
@@ -60,7 +60,7 @@ def part_of(
 
 def write_blocks(
     path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Write a file; return its entries for the index. `between`: called after each block."""
     written = []
     with path.open("wb") as file:
@@ -97,7 +97,7 @@ def _save(block: Block, file: BufferedWriter) -> None:
         raise OSError(cause.errno, f"{cause.strerror}, at {block.key}", file.name) from None
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: Tensor) -> Tensor:
     """A tensor's memory under a storage of its own: of a view, torch.save would write all that it
     is a view of.
     """
@@ -105,7 +105,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
-def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
+def write_index(folder: Path, written: Sequence[JsonObject]) -> None:
     """Write the index of a checkpoint, after every process has written its blocks."""
     tensors: dict[str, metadata.TensorStorageMetadata] = {}
     places: dict[metadata.MetadataIndex, _StorageInfo] = {}

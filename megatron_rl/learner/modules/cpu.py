@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
@@ -58,9 +59,9 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
-def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _placed_on_host(constructor: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(constructor)
-    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return constructor(*args, **kwargs)
@@ -71,7 +72,7 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
 def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
     """A `tensor.type()` that returns the CUDA name, by which the optimizers sort parameters."""
 
-    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
         if isinstance(answer, str):
             return answer.replace("torch.", "torch.cuda.", 1)
@@ -80,11 +81,11 @@ def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def _rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_rng_state(new_state: Tensor, device: Any = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -116,10 +117,10 @@ def _patch_torch() -> None:
         torch.empty(0)
     for name in _CONSTRUCTORS:
         setattr(torch, name, _placed_on_host(getattr(torch, name)))
-    torch.Tensor.type = _cuda_named_type(torch.Tensor.type)  # type: ignore[method-assign]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    Tensor.type = _cuda_named_type(Tensor.type)  # type: ignore[method-assign]
+    Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
 def _gloo_all_to_all() -> None:
@@ -128,8 +129,8 @@ def _gloo_all_to_all() -> None:
 
     @functools.wraps(plain)
     def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
         group: Any = None,
@@ -148,7 +149,7 @@ def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`plain`, skipped on a group of one rank, where gloo's copies take a sixth of an update."""
 
     @functools.wraps(plain)
-    def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         here = (output.data_ptr(), output.numel()) == (input.data_ptr(), input.numel())
         if here and torch.distributed.get_world_size(kwargs.get("group")) == 1:
             if kwargs.get("async_op"):

@@ -8,7 +8,7 @@ from megatron_rl.config import foreign
 from megatron_rl.config.bounds import did_you_mean
 from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
 from megatron_rl.models.mapping import adapters, params
-from megatron_rl.models.shape import Lora, ModelShape
+from megatron_rl.models.shape import HfConfig, Lora, ModelShape
 
 # what each kind of scaling reads from config.json
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
@@ -167,7 +167,7 @@ _CLASSES = (
 )
 
 
-def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
+def problems(shape: ModelShape, hf_config: HfConfig, learner: LearnerSection) -> list[str]:
     """Every reason for the learner to refuse a model or its own section."""
     return [
         *architecture(shape, hf_config),
@@ -180,7 +180,7 @@ def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSe
     ]
 
 
-def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def architecture(shape: ModelShape, hf_config: HfConfig) -> Iterator[str]:
     def refuse(what: str, why: str) -> str:
         return f"model.path: {what} of config.json {why}; choose another model"
 
@@ -208,13 +208,13 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
         )
 
 
-def numbers(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def numbers(shape: ModelShape, hf_config: HfConfig) -> Iterator[str]:
     for key in ("rms_norm_eps", "num_experts_per_tok") if shape.experts else ("rms_norm_eps",):
         if hf_config.get(key) is None:  # each family of transformers has another default
             yield f"model.path: config.json of a {shape.family} model lacks {key}; take it from the model's authors"
 
 
-def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
+def rope(hf_config: HfConfig) -> Iterator[str]:
     scaling = rope_settings(hf_config)
     family = hf_config.get("model_type")
     kind = scaling["kind"]
@@ -241,7 +241,7 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings(hf_config: HfConfig) -> dict[str, Any]:
     """The rotary embedding's keys under one roof, with its `kind` and `rope_theta`."""
     # newer configs keep everything in rope_parameters, older ones split it in two keys
     scaling = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
@@ -255,9 +255,7 @@ def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def experts(
-    shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection
-) -> Iterator[str]:
+def experts(shape: ModelShape, hf_config: HfConfig, learner: LearnerSection) -> Iterator[str]:
     if not shape.experts:
         return
     if learner.tensor_parallel > 1 and not sequence_parallel(learner):
@@ -281,16 +279,16 @@ def experts(
         )
 
 
-def experts_per_token(hf_config: Mapping[str, Any]) -> int:
+def experts_per_token(hf_config: HfConfig) -> int:
     return int(hf_config.get("num_experts_per_tok", 2))
 
 
-def choices_bytes(shape: ModelShape, hf_config: Mapping[str, Any]) -> int:
+def choices_bytes(shape: ModelShape, hf_config: HfConfig) -> int:
     """Bytes per token of its routed experts in all layers (`learner.router: replay`)."""
     return shape.layers * experts_per_token(hf_config) * (1 if shape.experts <= 128 else 2)
 
 
-def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
+def renormalized(shape: ModelShape, hf_config: HfConfig) -> bool:
     """True if the weights of the chosen experts add up to 1."""
     return bool(hf_config.get("norm_topk_prob", shape.family == "mixtral"))
 

@@ -6,7 +6,6 @@ S positions of a pack, H hidden width, N response tokens.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from megatron_rl.learner.modules.linear import ColumnLinear, RowLinear, widen
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import HfConfig, ModelShape
 
 if cpu.ON_CPU:
     # megatron-core takes it from no specification
@@ -100,7 +99,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
     return TransformerConfig(**fields)
 
 
-def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _architecture(shape: ModelShape, hf_config: HfConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -169,7 +168,7 @@ def _blank(weight: Tensor) -> Tensor:
         return weight.zero_()
 
 
-def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
+def rope_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     rope = limits.rope_settings(hf_config)
     frequencies = 1.0 / float(rope["rope_theta"]) ** (

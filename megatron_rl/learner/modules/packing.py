@@ -6,8 +6,6 @@ B rows of the batch, S positions of a pack, N response tokens of a pack, X
 positions of a pack whose sequences are padded to the length of their bucket.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Mapping, Sequence
@@ -68,7 +66,7 @@ class Pack:
         """True if padding changes nothing: every bucket holds sequences of one length."""
         return len(self.blanks) == 0
 
-    def to(self, device: torch.device) -> Pack:
+    def to(self, device: torch.device) -> "Pack":
         """Copy the pack to a device, except the indices of padded buckets, which only CPU attention
         reads.
         """

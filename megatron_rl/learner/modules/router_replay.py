@@ -10,7 +10,7 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.config.schema import Router
 from megatron_rl.learner.modules.observers import passing_pack
 from megatron_rl.learner.modules.packing import Pack
-from megatron_rl.types import NO_EXPERT
+from megatron_rl.types import NO_EXPERT, Metrics
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
@@ -96,7 +96,7 @@ class RouterReplay:
         return taken
 
 
-def shares(found_L3: Tensor) -> dict[str, float]:
+def shares(found_L3: Tensor) -> Metrics:
     """Metrics of all ranks' counts. Empty if no token passed."""
     found_L3[:, 0] = found_L3[:, 0].max()  # a layer with a lower count did not replay
     read, replayed, other = found_L3.sum(0).tolist()
@@ -109,7 +109,7 @@ def shares(found_L3: Tensor) -> dict[str, float]:
     }
 
 
-def check(found: Mapping[str, float]) -> Mapping[str, float]:
+def check(found: Metrics) -> Metrics:
     """Return the replay metrics of a step (`Learner.take_replayed`); raise if the replay failed."""
     if not found:  # no token has passed
         return found

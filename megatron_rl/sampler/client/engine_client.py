@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_rl.engine.messages import Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
+from megatron_rl.files import JsonObject
 from megatron_rl.processes.channel import Refused, decode
 from megatron_rl.processes.heartbeat import mark
 from megatron_rl.sampler.client.interface import (
@@ -73,7 +74,7 @@ class _Status(msgspec.Struct):
 class _Asked:
     """Request in flight."""
 
-    def __init__(self, frame: dict[str, Any], again: bool) -> None:
+    def __init__(self, frame: JsonObject, again: bool) -> None:
         self.frame = frame
         self.again = again
         self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
@@ -90,7 +91,7 @@ class EngineClient:
         self._number = 0
         self._asked: dict[int, _Asked] = {}
         self._samples: set[int] = set()
-        self._to_send: list[dict[str, Any]] = []
+        self._to_send: list[JsonObject] = []
         self._cancelled: list[int] = []
         self._gone: EngineUnavailable | None = None
         # time of the last finished sample; value of `written` in the last status
@@ -172,7 +173,7 @@ class EngineClient:
     async def status(self) -> Mapping[str, Any]:
         content = await self.call("status", {})
         return {
-            **self._read(content, dict[str, Any]),
+            **self._read(content, JsonObject),
             **msgspec.structs.asdict(self._read(content, _Status)),
         }
 
@@ -223,7 +224,7 @@ class EngineClient:
         self._send(asked.frame)
         return asked
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, frame: JsonObject) -> None:
         if not self._to_send:
             asyncio.get_running_loop().call_soon(self._flush)
         self._to_send.append(frame)

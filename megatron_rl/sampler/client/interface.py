@@ -5,8 +5,6 @@ Everything here is asynchronous, and used from one event loop. `EngineClient` (e
 reaches vLLM; docs/concepts/architecture.md says how to add another engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

@@ -7,8 +7,6 @@ local layers), those of Transformer Engine on GPUs. Both lists are of tensors th
 storage that two of them share is counted once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +61,7 @@ class Training:
     fp8: bool
 
     @classmethod
-    def of(cls, learner: LearnerSection, host: bool) -> Training:
+    def of(cls, learner: LearnerSection, host: bool) -> "Training":
         given: Mapping[str, Any] = learner.transformer
         return cls(
             width=2 if learner.precision == Precision.bf16 else 4,
