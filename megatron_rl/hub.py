@@ -15,7 +15,6 @@ from typing import Any
 # first components of paths that are folders of this project, whether they exist yet or not
 LOCAL = frozenset({"models", "runs", "data", "checkpoints"})
 REFERENCE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.A)
-COMMIT = re.compile(r"[0-9a-f]{40}")
 # files of a model without its weights; never pickles (.bin, .pt) or code (.py)
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
@@ -44,10 +43,6 @@ class HubId:
         if self.revision is None:
             return self.name
         return f"{self.name}@{self.revision}"
-
-    @property
-    def pinned(self) -> bool:
-        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
 
 
 @dataclass(frozen=True)
@@ -81,17 +76,8 @@ def parse(text: str, kind: str = "model") -> HubId | None:
 def local_folder(text: str) -> Path:
     """Return the folder that a text names: itself, or that of an id in the cache. No network."""
     one = parse(text)
-    if one is None:
-        return Path(text)
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(one.name, "config.json", revision=one.revision)
-    except ValueError:  # not a valid name
-        found = None
-    if isinstance(found, str):
-        return Path(found).parent
-    return Path(text)
+    folder = cached(one, ["config.json"]) if one else None
+    return folder or Path(text)
 
 
 def cache() -> Path:
@@ -163,18 +149,18 @@ def _arguments(one: HubId, patterns: Sequence[str]) -> dict[str, Any]:
 @contextmanager
 def _explained(one: HubId) -> Iterator[None]:
     """Raise HubError, with the way out, for what huggingface_hub raises."""
-    from huggingface_hub.errors import (
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import errors
 
     try:
         yield
-    except LocalEntryNotFoundError as error:  # its cause is what the hub answered
+    except errors.LocalEntryNotFoundError as error:  # its cause is what the hub answered
         raise _refusal(one, error.__cause__ or error) from None
-    except (HTTPError, OfflineModeIsEnabled, HFValidationError, OSError) as error:
+    except (
+        errors.HTTPError,
+        errors.OfflineModeIsEnabled,
+        errors.HFValidationError,
+        OSError,
+    ) as error:
         raise _refusal(one, error) from None
 
 

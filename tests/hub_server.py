@@ -265,6 +265,24 @@ def _blob(file: str, content: bytes, key: str) -> dict[str, Any]:
     return found
 
 
+def write_weights(model: Path, max_file_bytes: int) -> None:
+    """Write random weights, in shards, beside a config.json."""
+    import torch
+
+    from megatron_rl.models.hf_folder import write_folder
+    from megatron_rl.models.mapping import stored_params
+    from megatron_rl.models.shape import ModelShape
+
+    hf_config = json.loads((model / "config.json").read_text())
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn(size, dtype=torch.bfloat16) / 50
+        for param in stored_params(ModelShape.from_hf(hf_config))
+        for name, size in param.sizes.items()
+    }
+    write_folder(model, tensors, hf_config, max_file_bytes=max_file_bytes)
+
+
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
     server = HubServer()

@@ -2,12 +2,14 @@
 found again, and the sentence for each fault.
 """
 
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
-from hub_server import TOKEN, Fault, HubServer, hub_server, use
+from hub_server import TOKEN, Fault, HubServer, hub_server, sha256, use
 
 from megatron_rl import hub
 
@@ -136,6 +138,15 @@ WRONG = {
     "rate": (NAME, Fault("GET /api/models", status=429), "limits the rate.*later"),
     "down": (NAME, Fault("GET /api/models", status=503), "answered with status 503.*later"),
     "down in the middle": (NAME, Fault("GET /cdn/", 9, status=503), "status 503.*are kept"),
+    # a file of the list that the hub does not have
+    "file": (
+        NAME,
+        Fault("(GET|HEAD) /org/small/resolve", 9, 404, headers={"X-Error-Code": "EntryNotFound"}),
+        "status 404.*are kept",
+    ),
+    "refused": (NAME, Fault("(GET|HEAD) /org/small/resolve", 9, 403), "status 403.*HF_TOKEN"),
+    "rate in the middle": (NAME, Fault("GET /cdn/", 99, 429), "limits the rate.*later"),
+    "cut off in each attempt": (NAME, Fault("GET /cdn/", 99, cut=9), "was not received.*again"),
     "cut off": (NAME, Fault("GET /cdn/", 9, content=b"short"), "size 12582912 but has size 5"),
     # the pointer that Git LFS stores in the place of the file
     "pointer": (
@@ -159,6 +170,30 @@ def test_a_fault_is_one_sentence_and_leaves_nothing_half_written(
     assert "\n" not in str(caught.value)
     assert hub.cached(the(text), ("config.json", "model-1.safetensors")) is None
     assert set(blobs(tmp_path / "home")) <= {len(FILES["config.json"])}
+
+
+def test_a_stopped_process_leaves_nothing_that_is_used(server: HubServer, tmp_path: Path) -> None:
+    """huggingface_hub gives each process a partial file of its own: it starts at the first byte."""
+    left = tmp_path / "home/hub/models--org--small/blobs" / f"{sha256(SHARD)}.0a1b2c3d.incomplete"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    folder = hub.download(the(NAME), ("model-1.safetensors",))
+    assert (folder / "model-1.safetensors").read_bytes() == SHARD
+    assert not any("bytes=" in line for line in server.requests)
+
+
+def test_a_full_disk_names_the_cache_and_leaves_nothing(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(url: str, file: BinaryIO, **more: Any) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    with pytest.raises(hub.HubError, match=r"cannot be written.*No space left.*free space"):
+        hub.download(the(NAME), NEEDED)
+    assert hub.cached(the(NAME), NEEDED) is None
+    assert blobs(tmp_path / "home") == []
 
 
 def test_what_cannot_be_written_names_the_cache(server: HubServer, tmp_path: Path) -> None:

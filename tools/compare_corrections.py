@@ -53,6 +53,7 @@ with leaving_at_once():
     from megatron_rl.config import ConfigError, load, to_yaml
     from megatron_rl.config.schema import Config, Device, IfExists
     from megatron_rl.data.prompts import check_datasets
+    from megatron_rl.preflight import downloads
     from megatron_rl.preflight.checks import check
     from megatron_rl.preflight.machine import detect
     from megatron_rl.processes.process import run_script
@@ -178,7 +179,7 @@ def is_done(
         config = _loaded(arguments)
     else:
         config = None
-    check_run_dir(path, if_exists, to_yaml(config) if config else "")
+    check_run_dir(path, if_exists, _resolved(config) if config else "")
     if if_exists is not IfExists.resume:
         return False
     status = known_status(path)
@@ -195,9 +196,18 @@ def _loaded(arguments: Sequence[str]) -> Config | None:
         return None
 
 
+def _resolved(config: Config) -> str:
+    """Return the configuration with the commits of its run; "" if they are not in the cache."""
+    try:
+        return to_yaml(downloads.with_data(downloads.from_cache(config), network=False))
+    except ConfigError:
+        return ""
+
+
 def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
     """Errors that would end one of the runs at its start, a warm start included. Machine and files
-    are checked where the runs are to be `here`, the data once: it is the same for all.
+    are checked where the runs are to be `here`, the data once: it is the same for all. What they
+    take from the hub is printed and downloaded once: the weights last, and not for a dry run.
     """
     grid = options.grid
     os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(grid.recipe))
@@ -227,6 +237,19 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
         attempt(load_warm_start)
     for experiment in experiments:
         attempt(partial(load_run_of, experiment))
+
+    def download_all_but_weights() -> None:
+        previews = [downloads.preview(config) for config in configs]
+        for what in dict.fromkeys(line for _, lines in previews for line in lines):
+            print(f"fetch      {what}", flush=True)
+        configs[:] = [downloads.with_data(config) for config, _ in previews]
+
+    def download_weights() -> None:
+        for config in configs:
+            downloads.fetch(downloads.outstanding(config), partial(print, flush=True))
+
+    if not found and here:
+        attempt(download_all_but_weights)
     if found or not here:
         return list(found)
     for config in configs:
@@ -235,6 +258,8 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
         found["--jobs: runs on one machine would share the memory of its GPUs; leave it out"] = None
     if not found:
         attempt(partial(check_datasets, config))
+    if not found and not options.dry_run:
+        attempt(download_weights)
     return list(found)
 
 

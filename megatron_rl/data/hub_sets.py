@@ -9,9 +9,10 @@ import glob
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,18 @@ class HubDataset:
 
     def fetch(self, key: str, network: bool) -> "HubDataset":
         """Download the files of the split; return the reference with its commit and split."""
-        get: Callable[[hub.HubId, list[str]], Path | None] = hub.cached
-        if network:
-            get = hub.download
+
+        def get(one: hub.HubId, patterns: list[str]) -> Path:
+            folder = hub.download(one, patterns) if network else hub.cached(one, patterns)
+            if folder is None:
+                raise ConfigError(
+                    f"{key}: {self} is not complete in the cache {hub.cache()}; run `megatron-rl "
+                    "fetch RECIPE` with this cache where there is a network"
+                )
+            return folder
+
         with naming(key):
             card = get(self.id, [CARD])  # a download leaves the list of files, too
-            if card is None:
-                raise self._incomplete(key)
             one = replace(self, id=replace(self.id, revision=card.name))
             splits = one._splits(key)
             one = replace(one, split=self._choose(key, list(splits)))
@@ -73,15 +79,8 @@ class HubDataset:
                 sizes = one._sizes()
                 needed = hub.in_words([sizes[name] for name in splits[str(one.split)]])
                 logger("hub").info(f"{one} ({key}): {needed}, into {hub.cache()}")
-            if get(one.id, patterns) is None:
-                raise self._incomplete(key)
+            get(one.id, patterns)
             return one
-
-    def _incomplete(self, key: str) -> ConfigError:
-        return ConfigError(
-            f"{key}: {self} is not complete in the cache {hub.cache()}; run `megatron-rl fetch "
-            "RECIPE` with this cache where there is a network"
-        )
 
     def files(self, key: str) -> list[Path]:
         """Return the files of the split in the cache, in formats that rows.py reads; [] if they are
@@ -94,7 +93,8 @@ class HubDataset:
         files = [folder / name for name in names]
         if all(file.suffix in SUFFIXES for file in files):
             return files
-        return self._converted(key, folder, files)
+        with naming(key):
+            return _converted(self, folder, tuple(files))
 
     def _sizes(self) -> dict[str, int]:
         """Names and bytes of the repository's files, which a download has left in the cache."""
@@ -112,38 +112,15 @@ class HubDataset:
         }
 
     def _splits(self, key: str) -> dict[str, list[str]]:
-        """Names of each split's files. They are found among empty files of the same names."""
-        from datasets import get_dataset_config_names, load_dataset_builder
-
+        """Names of each split's files."""
         names = list(self._sizes())
         card = None
         if CARD in names:
             card = hub.cached(self.id, [CARD])
         if not names or (CARD in names and card is None):
             return {}
-        with tempfile.TemporaryDirectory(prefix="megatron-rl-splits-") as scratch:
-            folder = Path(scratch).resolve()
-            for name in names:
-                file = folder / name
-                if file.suffix not in (".py", ".yaml") and file.name != "dataset_infos.json":
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.touch()
-            if card is not None:
-                shutil.copyfile(card / CARD, folder / CARD)
-            try:
-                found = load_dataset_builder(str(folder), self.config, cache_dir=scratch)
-                return {
-                    str(split): [str(Path(file).relative_to(folder)) for file in files]
-                    for split, files in (found.config.data_files or {}).items()
-                }
-            except (ValueError, OSError) as error:
-                reason = str(error).replace(scratch, self.id.name)
-                if isinstance(error, ValueError):
-                    names = get_dataset_config_names(str(folder))
-                    if self.config not in names:
-                        reason = f"name one of its configurations ({', '.join(names)})"
-                        reason += f", such as {self.id.name}:{names[0]}"
-                raise ConfigError(f"{key}: {self}: {reason}") from None
+        with naming(key):
+            return _split_files(replace(self, split=None), tuple(names), card)
 
     def _choose(self, key: str, splits: list[str]) -> str:
         if self.split in splits:
@@ -157,27 +134,60 @@ class HubDataset:
             f"{replace(self, split=splits[0])}"
         )
 
-    def _converted(self, key: str, folder: Path, files: list[Path]) -> list[Path]:
-        """Return Arrow files of the rows, from the cache of datasets if they are there."""
-        from datasets import disable_progress_bars, load_dataset_builder
-        from datasets.exceptions import DatasetGenerationError
 
-        for file in files:
-            if not set(file.suffixes) & set(CONVERTED):
-                raise ConfigError(
-                    f"{key}: {self} consists of {file.name} and the like; data sets of "
-                    f"{', '.join((*SUFFIXES, *CONVERTED))} files are read"
-                )
-        disable_progress_bars()
-        given: Any = {self.split: list(map(str, files))}
+@cache
+def _split_files(
+    one: HubDataset, names: tuple[str, ...], card: Path | None
+) -> dict[str, list[str]]:
+    """Names of each split's files. They are found among empty files of the same names."""
+    from datasets import get_dataset_config_names, load_dataset_builder
+
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-splits-") as scratch:
+        folder = Path(scratch).resolve()
+        for path in names:
+            file = folder / path
+            if file.suffix not in (".py", ".yaml") and file.name != "dataset_infos.json":
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+        if card is not None:
+            shutil.copyfile(card / CARD, folder / CARD)
         try:
-            builder = load_dataset_builder(str(folder), self.config, data_files=given)
-            builder.download_and_prepare()
-        except (DatasetGenerationError, ValueError, OSError) as error:
-            reason = error.__cause__ or error
-            raise ConfigError(f"{key}: {self} is not readable ({reason})") from None
-        rows: Any = builder.as_dataset(split=self.split)
-        return [Path(file["filename"]) for file in rows.cache_files]
+            found = load_dataset_builder(str(folder), one.config, cache_dir=scratch)
+            return {
+                str(split): [str(Path(file).relative_to(folder)) for file in files]
+                for split, files in (found.config.data_files or {}).items()
+            }
+        except (ValueError, OSError) as error:
+            reason = str(error).replace(scratch, one.id.name)
+            if isinstance(error, ValueError):
+                configs = get_dataset_config_names(str(folder))
+                if one.config not in configs:
+                    reason = f"name one of its configurations ({', '.join(configs)})"
+                    reason += f", such as {one.id.name}:{configs[0]}"
+            raise hub.HubError(f"{one}: {reason}") from None
+
+
+@cache
+def _converted(one: HubDataset, folder: Path, files: tuple[Path, ...]) -> list[Path]:
+    """Return Arrow files of the rows, from the cache of datasets if they are there."""
+    from datasets import disable_progress_bars, load_dataset_builder
+    from datasets.exceptions import DatasetGenerationError
+
+    for file in files:
+        if not set(file.suffixes) & set(CONVERTED):
+            raise hub.HubError(
+                f"{one} consists of {file.name} and the like; data sets of "
+                f"{', '.join((*SUFFIXES, *CONVERTED))} files are read"
+            )
+    disable_progress_bars()
+    given: Any = {one.split: list(map(str, files))}
+    try:
+        builder = load_dataset_builder(str(folder), one.config, data_files=given)
+        builder.download_and_prepare()
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        raise hub.HubError(f"{one} is not readable ({error.__cause__ or error})") from None
+    rows: Any = builder.as_dataset(split=one.split)
+    return [Path(file["filename"]) for file in rows.cache_files]
 
 
 def parse(text: str) -> HubDataset | None:

@@ -42,31 +42,25 @@ class Download:
     reference: Reference
     sizes: dict[str, int]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes.values())
-
     def __str__(self) -> str:
         return f"{self.reference}, {hub.in_words(self.sizes.values())}"
 
 
 def references(config: Config) -> list[Reference]:
     """Return what the keys of a configuration name on the hub."""
-    one = hub.parse(config.model.path)
-    if one is None:
-        return []
-    return [Reference("model.path", one, config.model.init is ModelInit.pretrained)]
+    model = config.model
+    one = hub.parse(model.path)
+    return [Reference("model.path", one, model.init is ModelInit.pretrained)] if one else []
 
 
 def with_small_files(config: Config) -> Config:
     """Download all but the weights of the model; return the configuration with its commit."""
-    config = _with_recorded_commit(config)
+    config = _with_recorded_model(config)
     one = hub.parse(config.model.path)
     if one is None:
         return config
-    with naming("model.path"):
-        folder = hub.download(one, hub.SMALL_FILES)
-    return _with_commit(config, one, folder)
+    folder = fetched(str(one), "model.path", weights=False)
+    return _with_path(config, replace(one, revision=folder.name))
 
 
 def with_data(config: Config, network: bool = True) -> Config:
@@ -76,7 +70,7 @@ def with_data(config: Config, network: bool = True) -> Config:
 
 def from_cache(config: Config) -> Config:
     """Return the configuration with the commit in the cache, which must be complete. No network."""
-    config = _with_recorded_commit(config)
+    config = _with_recorded_model(config)
     for one in references(config):
         folder = _complete(one)
         if folder is None:
@@ -84,21 +78,19 @@ def from_cache(config: Config) -> Config:
                 f"{one.key}: {one.id} is not complete in the cache {hub.cache()}; run `megatron-rl "
                 "fetch RECIPE` with this cache before the ranks start"
             )
-        config = _with_commit(config, one.id, folder)
+        config = _with_path(config, replace(one.id, revision=folder.name))
     return config
 
 
 def outstanding(config: Config) -> list[Download]:
     """Return the downloads that a configuration needs; those in the cache need no network."""
-    found = (_outstanding(one) for one in references(config))
-    return [one for one in found if one]
+    return list(filter(None, map(_outstanding, references(config))))
 
 
 def fetch(downloads: Sequence[Download], say: Callable[[str], None]) -> None:
-    """Report the sizes, then download."""
+    """Report each size, then download."""
     for one in downloads:
         say(f"{one}, into {hub.cache()}")
-    for one in downloads:
         with naming(one.reference.key):
             hub.download(one.reference.id, one.reference.patterns)
 
@@ -122,20 +114,22 @@ def preview(config: Config) -> tuple[Config, list[str]]:
         config = with_small_files(config)
         return config, [*map(str, outstanding(config)), *data]
     except Unreachable as error:
-        config = _with_recorded_commit(config)
+        config = _with_recorded_model(config)
         model = [
             f"{one}; sizes unknown: {str(error).partition(': ')[2]}" for one in references(config)
         ]
         return config, [*model, *data]
 
 
-def _with_recorded_commit(config: Config) -> Config:
-    """Use the commit of the run to be resumed, unless the recipe names a revision."""
+def _with_recorded_model(config: Config) -> Config:
+    """Use the commit or the folder models/NAME of the run to be resumed, unless the recipe names a
+    revision.
+    """
     one = hub.parse(config.model.path)
     if one and not one.revision and (recorded := _recorded(config)):
-        before = hub.parse(recorded.model.path)
-        if before and before.name == one.name:
-            return replace(config, model=replace(config.model, path=str(before)))
+        path = recorded.model.path
+        if path.partition("@")[0] in (one.name, f"models/{Path(one.name).name}"):
+            return _with_path(config, path)
     return config
 
 
@@ -147,10 +141,8 @@ def _recorded(config: Config) -> Config | None:
     return None
 
 
-def _with_commit(config: Config, one: HubId, folder: Path) -> Config:
-    """`folder`: of the cache, named by the commit."""
-    path = str(replace(one, revision=folder.name))
-    return replace(config, model=replace(config.model, path=path))
+def _with_path(config: Config, path: object) -> Config:
+    return replace(config, model=replace(config.model, path=str(path)))
 
 
 def _complete(one: Reference) -> Path | None:
@@ -178,11 +170,11 @@ def _outstanding(one: Reference) -> Download | None:
         for name, size in wanted.items()
         if folder is None or not (folder / name).is_file()
     }
-    needed = Download(replace(one, id=listing.id), sizes)
+    nbytes = sum(sizes.values())
     free = free_bytes(hub.cache())
-    if needed.nbytes > free:
+    if nbytes > free:
         raise ConfigError(
-            f"{one.key}: {needed.nbytes} bytes to download of {one.id}, but {hub.cache()} has {free} "
+            f"{one.key}: {nbytes} bytes to download of {one.id}, but {hub.cache()} has {free} "
             "left; free space, or set HF_HOME to another folder"
         )
-    return needed
+    return Download(replace(one, id=listing.id), sizes)

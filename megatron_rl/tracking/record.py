@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.checkpoint import checkpoints
+from megatron_rl.config.choices import Wandb
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection
 from megatron_rl.logs import Formatter, logger, replace_handlers
@@ -88,7 +89,10 @@ class Recorder:
         if moved:
             self._log.info(moved)
         self._note_places()
-        self._trackers = Trackers(config, read_yaml(resolved_yaml), run_dir, self._last_step)
+        resolved = {}
+        if config.trackers or config.wandb is not Wandb.none:
+            resolved = read_yaml(resolved_yaml)
+        self._trackers = Trackers(config, resolved, run_dir, self._last_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

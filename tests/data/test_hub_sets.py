@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -22,7 +23,8 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config
-from megatron_rl.data.hub_sets import parse, pinned
+from megatron_rl.data import hub_sets
+from megatron_rl.data.hub_sets import missing_in, parse, pinned
 from megatron_rl.data.prompts import load_dataset, load_held_out
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -194,6 +196,35 @@ def test_other_formats_become_arrow_files(
     assert file.suffix == ".arrow"
     (pair,) = pairs(config, tokenizer)[0]
     assert [*map(str, pair)] == ["1+1?", "2"]
+
+
+def test_a_process_finds_splits_and_converts_rows_once(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = b"prompt,answer\n1+1?,2\n"
+    hub.add("org/once", {"train.csv": rows, "test.csv": rows * 2}, "dataset")
+    built: list[str] = []
+    build = datasets.load_dataset_builder
+
+    def counted(*given: Any, **more: Any) -> Any:
+        built.append(given[0])
+        return build(*given, **more)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", counted)
+    words = ["data.train=org/once", "data.eval=org/once[test]"]
+    files = []
+    for _ in range(2):  # a dry run and a start, or the checks and the driver
+        missing_in(of(*words))
+        data = pinned(of(*words)).data
+        for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+            assert len(read_rows(key, Path(path))) > 0
+            files += parse(path).files(key)
+    assert sorted(hub.fetched()) == ["test.csv", "train.csv"]
+    assert len(built) == 3  # the splits, and each split's rows
+    before = [file.stat().st_mtime_ns for file in files]
+    hub_sets._converted.cache_clear()  # as in the next process
+    assert parse(data.train).files("data.train") == files[:1]
+    assert [file.stat().st_mtime_ns for file in files] == before
 
 
 @pytest.mark.fault(

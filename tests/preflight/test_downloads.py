@@ -10,16 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import Command, refusal
-from hub_server import Fault, HubServer, hub_server, use
+from hub_server import Fault, HubServer, hub_server, use, write_weights
 
 from megatron_rl.config import load
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.data.toy import write_toy
-from megatron_rl.models.hf_folder import write_folder
-from megatron_rl.models.mapping import stored_params
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import downloads
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +30,7 @@ def server(empty: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A hub with the toy's model, in shards; the toy's data is here, its model is not."""
     write_toy(empty / "data" / "tiny")
     model = empty / "data" / "tiny" / "model"
-    hf_config = json.loads((model / "config.json").read_text())
-    torch.manual_seed(0)
-    tensors = {
-        name: torch.randn(size, dtype=torch.bfloat16) / 50
-        for param in stored_params(ModelShape.from_hf(hf_config))
-        for name, size in param.sizes.items()
-    }
-    write_folder(model, tensors, hf_config, max_file_bytes=200_000)
+    write_weights(model, max_file_bytes=200_000)
     with hub_server() as server:
         server.commit = server.add(NAME, model)
         shutil.rmtree(model)
@@ -139,6 +128,22 @@ def test_a_resumed_run_keeps_its_commit(server: HubServer, empty: Path) -> None:
     assert downloads.with_small_files(resumed).model.path == f"{NAME}@{server.commit}"
     named = load(RECIPE, [*TINY, "run.if_exists=resume", f"model.path={NAME}@main"])
     assert downloads.with_small_files(named).model.path == f"{NAME}@{later}"
+
+
+def test_a_run_from_a_folder_resumes_with_it_under_a_preset_that_names_the_id(
+    server: HubServer, empty: Path
+) -> None:
+    recorded = empty / "runs" / "tiny" / "config.yaml"
+    recorded.parent.mkdir(parents=True)
+    recorded.write_text("model: {path: models/tiny}\n")
+    resumed = [*TINY, "run.if_exists=resume"]
+    assert downloads.with_small_files(load(RECIPE, resumed)).model.path == "models/tiny"
+    assert downloads.from_cache(load(RECIPE, resumed)).model.path == "models/tiny"
+    named = load(RECIPE, [*resumed, f"model.path={NAME}@main"])
+    assert downloads.with_small_files(named).model.path == f"{NAME}@{server.commit}"
+    recorded.write_text("model: {path: models/other}\n")
+    found = downloads.with_small_files(load(RECIPE, resumed)).model.path
+    assert found == f"{NAME}@{server.commit}"
 
 
 def test_toy_and_converter_take_ids(

@@ -16,6 +16,7 @@ import compare_corrections
 import psutil
 import pytest
 from helpers import wait_for
+from hub_server import hub_server, use, write_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
@@ -269,6 +270,38 @@ def test_a_killed_comparison_leaves_no_run(place):
     tool.kill()
     tool.communicate(timeout=240)
     assert psutil.wait_procs(children, 240)[1] == []
+
+
+def test_what_the_runs_take_from_the_hub_is_printed_and_fetched_once(place, monkeypatch, capsys):
+    toy = place / "data" / "toy"
+    write_toy(toy)
+    write_weights(toy / "model", max_file_bytes=200_000)
+    (place / "mine.yaml").write_text(
+        f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: org/tiny, init: pretrained}}\n"
+        "data: {train: org/sums}\n"
+    )
+    line = ["mine.yaml", "--corrections", "none", "tis"]
+    monkeypatch.setattr(
+        compare_corrections.Runner,
+        "run",
+        lambda self, jobs, *_: {job.name: compare_corrections.FINISHED for job in jobs},
+    )
+    with hub_server() as server:
+        server.add("org/tiny", toy / "model")
+        rows = (toy / "train.jsonl").read_bytes()
+        server.add("org/sums", {"train.jsonl": rows}, kind="dataset")
+        use(server, place / ".home", monkeypatch)
+        assert compare_corrections.main([*line, "--dry-run"]) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        assert said.count("fetch      ") == 2
+        assert "fetch      org/sums (data.train)" in said
+        assert ".safetensors, 4 files to download, 0.6 MB" in said
+        assert not any("/cdn/" in request for request in server.requests)
+        assert compare_corrections.main(line) == 0, capsys.readouterr().err
+        weights = [request for request in server.requests if request.startswith("GET /cdn/")]
+        assert len(weights) == len(set(weights)) == len(list(toy.glob("model/*.safetensors")))
+        names = [name for name in server.fetched() if not name.endswith(".safetensors")]
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.fault(

@@ -229,6 +229,12 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     assert ages == {"1": n - n // 2, "2": int(batch.mask_N.sum()) - (n - n // 2)}
 
 
+def test_without_trackers_the_configuration_is_not_parsed(run_folder, monkeypatch):
+    config = make_config()
+    monkeypatch.setattr("megatron_rl.tracking.record.read_yaml", lambda _: pytest.fail("parsed"))
+    Recorder(config.log, make_yaml(config, "run"), run_folder, 1, quiet(1)).close()
+
+
 def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):
     monkeypatch.setenv("SOME_SETTING", "value-of-the-environment")
     config = make_config()

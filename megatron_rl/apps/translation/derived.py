@@ -10,10 +10,11 @@ from megatron_rl import hub
 from megatron_rl.apps.translation.layout import Accounts, Values, layout, ranks
 from megatron_rl.apps.translation.table import shared
 from megatron_rl.config.plain_yaml import CONF
-from megatron_rl.config.schema import LearnerSection
+from megatron_rl.config.schema import LearnerSection, TrackerName
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
+NO_TRACKERS = {"console", "file", "none", "all"}
 LONGEST_PROMPT = 2048  # where only the sum of prompt and response is given
 
 
@@ -29,6 +30,7 @@ def derive(values: Values, accounts: Accounts) -> None:
         layout,
         _model,
         _data,
+        _trackers,
         _sampling,
     ):
         step(values, accounts)
@@ -180,9 +182,15 @@ def _data(values: Values, accounts: Accounts) -> None:
         values["eval.every"] = 0
     if values.get("=template"):
         values["data.chat_template_kwargs"] = {}
-    loggers = values.get("=wandb")
-    if loggers is True or "wandb" in str(loggers) or values.get("=wandb_named"):
-        values["log.wandb"] = "auto"
+
+
+def _trackers(values: Values, accounts: Accounts) -> None:
+    named = set(re.findall(r"\w+", str(values.get("=loggers", "")))) - NO_TRACKERS
+    named |= {one for one in (*TrackerName, "swanlab") if values.get(f"={one}")}
+    if trackers := [one.value for one in TrackerName if one in named]:
+        values["log.trackers"] = trackers
+    for one in sorted(named.difference(trackers)):
+        accounts.lacks(f"the tracker {one}", "no_tracker")
 
 
 def _sampling(values: Values, accounts: Accounts) -> None:

@@ -167,7 +167,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "loss.clip_high": 0.28,
             "loss.params.dual_clip": 3.0,
             "optim.megatron.weight_decay": 0.01,
-            "log.wandb": "auto",
+            "log.trackers": ["wandb"],
             "correction.weight.level": "token",
             "rollout.dynamic_sampling": False,
             "optim.warmup_steps": 40,
@@ -447,6 +447,31 @@ def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
         except TranslationError:
             continue
         assert wrong in made.accounts.unknown, (project, wrong)
+
+
+@pytest.mark.parametrize(
+    ("project", "key", "value", "trackers", "others"),
+    [
+        ("verl", "trainer.logger", ["console", "mlflow", "tensorboard"], "tensorboard mlflow", ""),
+        ("verl", "trainer.logger", ["swanlab", "vemlp_wandb"], "", "swanlab vemlp_wandb"),
+        ("skyrl", "trainer.logger", "wandb", "wandb", ""),
+        ("trl", "report_to", ["trackio", "wandb"], "wandb trackio", ""),
+        ("trl", "report_to", "none", "", ""),
+        ("nemo_rl", "logger.mlflow_enabled", True, "mlflow", ""),
+        ("nemo_rl", "logger.tensorboard_enabled", False, "", ""),
+        ("nemo_rl", "logger.swanlab_enabled", True, "", "swanlab"),
+        ("slime", "use_tensorboard", True, "tensorboard", ""),
+        ("prime_rl", "monitors.wandb.project", "mine", "wandb", ""),
+    ],
+)
+def test_loggers_become_trackers(
+    project: str, key: str, value: object, trackers: str, others: str
+) -> None:
+    made = translated(table(project), {key: value})
+    assert made.mapping.get("log", {}).get("trackers", []) == trackers.split()
+    missing = {name for name in made.accounts.missing if name.startswith("the tracker ")}
+    assert missing == {f"the tracker {name}" for name in others.split()}
+    assert not missing or "log.trackers" in made.text(project)
 
 
 def test_tables_are_sound() -> None:
