@@ -6,7 +6,14 @@ from sphinx.application import Sphinx
 
 project = "megatron-rl"
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "recipes/README.md", "slurm/README.md", "tools/**.md"]
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "examples/**.md",
+    "recipes/README.md",
+    "slurm/README.md",
+    "tools/**.md",
+]
 extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = "megatron-rl"

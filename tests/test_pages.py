@@ -18,6 +18,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("**/*.md")),
     *(ROOT / name / "README.md" for name in ("recipes", "slurm", "tools", "tools/offline")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 # pages whose commands another test executes
 ELSEWHERE = {
@@ -25,6 +26,8 @@ ELSEWHERE = {
     "docs/guides/environments.md": "tests/environments/test_page.py",
     "docs/guides/lora.md": "tests/test_lora_page.py",
     "docs/concepts/precision.md": "tests/apps/planner/test_precision.py",
+    "examples/countdown/README.md": "tests/test_examples.py",
+    "examples/tool_use/README.md": "tests/test_examples.py",
 }
 REASON = re.compile(r"# not run: \w.+")
 BLOCK = re.compile(r"^```(\S*)([^\n]*)\n(.*?)^```$", re.M | re.S)
