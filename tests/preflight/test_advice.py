@@ -80,7 +80,7 @@ def test_a_disk_that_is_short(
 ) -> None:
     said = command.dry_run()
     assert re.search(r"^disk .* 3 checkpoints", said, re.M)
-    monkeypatch.setattr(advice, "free", lambda root: 1 << 20)
+    monkeypatch.setattr(advice, "free_bytes", lambda root: 1 << 20)
     (found,) = notes(command)
     assert "run.root=runs has 1.0 MiB" in found
     assert "checkpoint.keep_last" in found

@@ -226,4 +226,4 @@ def test_edits_are_in_the_plan(command: Command) -> None:
     said = command("plan", DAPO, *NODE, "loss.clip_low=3e-4")
     rows = dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
     assert "clip_low=0.0003" in rows["loss"]
-    assert rows["from"].startswith("base  loss.clip_low 0.0003")
+    assert rows["from"].startswith("base loss.clip_low 0.0003")
