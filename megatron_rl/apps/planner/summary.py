@@ -68,7 +68,7 @@ def axes(layout: Layout) -> str:
 def objective(config: Config) -> list[tuple[str, str]]:
     """Rows of loss, correction, optimizer, evaluations and checkpoints."""
     rules = len(config.correction.reject)
-    weight = f"{settings(config.correction.weight, 'level')}, {rules} reject rule(s)"
+    correction = f"weight {settings(config.correction.weight, 'level')}, reject rules: {rules}"
     evaluated = "never"
     if config.eval.every:
         sets = (f"{one.name or 'eval'} ({one.path} x {one.samples})" for one in held_out(config))
@@ -76,7 +76,7 @@ def objective(config: Config) -> list[tuple[str, str]]:
     loss = settings(config.loss, "name", *LOSSES[config.loss.name].reads)
     return [
         ("loss", f"{loss}, advantages: {config.advantage.estimator}"),
-        ("weight", weight),
+        ("correction", correction),
         ("optim", settings(config.optim, "lr")),
         ("eval", evaluated),
         ("checkpoint", settings(config.checkpoint, "every", "keep_last")),
