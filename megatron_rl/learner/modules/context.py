@@ -43,6 +43,7 @@ def split(pack: Pack, rank: int, ranks: int) -> Pack:
         logit_index_N=order_S[pack.logit_index_N[held_N]] - rank * len(held_S),
         labels_N=pack.labels_N[held_N],
         kept_NK=None if pack.kept_NK is None else pack.kept_NK[held_N],
+        top_NM=None if pack.top_NM is None else pack.top_NM[held_N],
         experts_SLK=None if pack.experts_SLK is None else pack.experts_SLK[held_S],
         read_S=pack.read_S[held_S],
         buckets=tuple(Bucket(1, span) for span in spans.tolist()),
