@@ -181,14 +181,14 @@ class DataPlane:
             start = end
         return got
 
-    def share_values(self, values_N: Tensor | None, share: Share) -> Tensor:
-        """FP32 values of the replica's response tokens on all of its ranks: its speaker's."""
+    def share_values(self, values: Tensor | None, entries: int) -> Tensor:
+        """So many FP32 values of the replica on all of its ranks: its speaker's."""
         members = self._members[self._replica]
-        if values_N is None:
-            values_N = torch.empty(share.batch.responses.tokens)
+        if values is None:
+            values = torch.empty(entries)
         if len(members) > 1:
-            dist.broadcast(values_N, src=self._speakers[self._replica], group=self._group)
-        return values_N
+            dist.broadcast(values, src=self._speakers[self._replica], group=self._group)
+        return values
 
     def join(self, values_N: Tensor, share: Share) -> Tensor:
         """Values of response tokens of all rows, on every rank."""

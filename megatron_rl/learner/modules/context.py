@@ -76,7 +76,9 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, values_N: Tensor, pack: Pack) -> Tensor:
         assert pack.held_N is not None
         ctx.pack = pack
-        whole_N = values_N.new_zeros(pack.answered).index_copy(0, pack.held_N, values_N)
+        whole_N = values_N.new_zeros(pack.answered, *values_N.shape[1:]).index_copy(
+            0, pack.held_N, values_N
+        )
         dist.all_reduce(whole_N, group=parallel_state.get_context_parallel_group())
         return whole_N
 

@@ -256,6 +256,19 @@ def _padded(batch: Batch, counts: str, ids: str, index_R: Tensor) -> Tensor | No
     return ids_NK
 
 
+def unpadded(values_NM: Tensor, counts_N: Tensor, entries: int) -> Tensor:
+    """Return the first `counts_N` values of each row, row after row; `entries`: the counts' sum, which
+    a device is not waited for.
+    """
+    counts_N = counts_N.long()
+    row_E = torch.repeat_interleave(counts_N, output_size=entries)
+    # of each row's first value: its place among the padded ones, less that in the result
+    gaps_N = torch.arange(len(counts_N), device=counts_N.device) * values_NM.shape[1]
+    gaps_N = gaps_N - (counts_N.cumsum(0) - counts_N)
+    place_E = gaps_N[row_E] + torch.arange(entries, device=counts_N.device)
+    return values_NM.flatten().gather(0, place_E)
+
+
 def _ramp(lengths: Tensor) -> Tensor:
     """0, 1, .. length - 1 for each length, joined."""
     starts = lengths.cumsum(0) - lengths
