@@ -3,7 +3,8 @@
 Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and
 `observers.py` compute in torch. Row offsets have 64 bits: a pack can have more than 2^31 logits.
 
-N tokens, V columns of logits, K or I token ids per token, S statistics, M positions, H hidden channels.
+N tokens, V columns of logits, K or I token ids per token, S statistics, M positions, H hidden
+channels.
 """
 
 from __future__ import annotations
