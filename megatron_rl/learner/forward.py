@@ -259,8 +259,8 @@ class ForwardPasses(Policy):
         values: Sequence[Tensor],
         sizes_B: Tensor | None = None,
     ) -> Tensor:
-        """Values of the replica's packs, on all its ranks; 0 where no pack has a token. `sizes_B`: so
-        many of each row; None: of each response token one.
+        """Values of the replica's packs, on all its ranks; 0 where no pack has a token. `sizes_B`:
+        number of values of each row; None: one for each response token.
         """
         if sizes_B is None:
             sizes_B = share.batch.response_lengths_B

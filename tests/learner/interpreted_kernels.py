@@ -51,7 +51,7 @@ def example(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, VocabShare]
 
 
 def with_top(labels_N: Tensor, share: VocabShare, count: int) -> Tensor:
-    """Labels, and distinct top tokens of the share and of others, the label among some; -1: none."""
+    """Labels, and distinct top tokens in and outside the share, often the label too; -1: none."""
     other_NM = labels_N[:, None] + torch.arange(count) * 7
     top_NM = other_NM % (share.start + max(share.real, count) + 50)
     absent_NM = torch.rand(top_NM.shape) < 0.3

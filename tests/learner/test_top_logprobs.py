@@ -1,5 +1,5 @@
-"""Logprobs of the sampler's top tokens, and gradients through them: on every layout those of a plain
-log_softmax over one rank's whole logits.
+"""Logprobs of the sampler's top tokens, and gradients through them: on every layout those of a
+plain log_softmax over one rank's whole logits.
 """
 
 from pathlib import Path

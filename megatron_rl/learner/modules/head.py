@@ -9,8 +9,8 @@ no column is made twice. The weight's gradient is the plain layer's product; tha
 states is added up in FP32.
 
 N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are
-made at once, K kept and M top tokens of each token at most, I ids of each token: the label, then its
-top tokens.
+made at once, K kept and M top tokens of each token at most, I ids of each token: the label, then
+its top tokens.
 """
 
 from collections.abc import Callable

@@ -257,8 +257,8 @@ def _padded(batch: Batch, counts: str, ids: str, index_R: Tensor) -> Tensor | No
 
 
 def unpadded(values_NM: Tensor, counts_N: Tensor, entries: int) -> Tensor:
-    """Return the first `counts_N` values of each row, row after row; `entries`: the counts' sum, which
-    a device is not waited for.
+    """Return the first `counts_N` values of each token, token after token. `entries`: sum of the
+    counts, given so that the CPU need not wait for the device.
     """
     counts_N = counts_N.long()
     row_E = torch.repeat_interleave(counts_N, output_size=entries)
