@@ -86,6 +86,7 @@ def policy_loss(
     totals: Totals,
     correction: CorrectionConfig | None = None,
     entropy_N: Tensor | None = None,
+    top_logprobs_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some rows and its metrics: 0-dim tensors, sums over rows that add up alike.
 
