@@ -116,8 +116,8 @@ def top_tokens(
     """Return the top tokens: of each token the first candidates that together hold this mass; their
     number for each token; their logprobs in float16.
 
-    Candidates come most likely first. Without the logprob of the sampled token, that token is the
-    only one, and its logprob is NaN.
+    Candidates come most likely first. Where they are unknown, the sampled token is the only one,
+    with a logprob of NaN if that is missing.
     """
     shares_TN = np.exp(logprobs_TN)
     before_TN = shares_TN.cumsum(axis=1, dtype=np.float64) - shares_TN
@@ -128,6 +128,6 @@ def top_tokens(
     ids_TN = ids_TN.copy()
     ids_TN[unknown_T, 0] = tokens_T[unknown_T]
     logprobs_TN = logprobs_TN.copy()
-    logprobs_TN[unknown_T, 0] = np.nan
+    logprobs_TN[unknown_T, 0] = logprobs_T[unknown_T]
     counts_T = top_TN.sum(axis=1, dtype=np.int16)
     return ids_TN[top_TN], counts_T, logprobs_TN[top_TN].astype(np.float16)

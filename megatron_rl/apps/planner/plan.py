@@ -225,7 +225,7 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
         * (config.learner.router is Router.replay),
-        # as routed experts; a rank has its rows' complete columns
+        # two copies on the driver, and each rank's rows
         "top logprobs": (2 + ranks / config.learner.data_parallel) * case.work.top_logprobs,
         "batches that wait": case.work.waiting_bytes(config.rollout.max_staleness),
     }
