@@ -316,15 +316,11 @@ def _sessions(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    if all(one.kept_ids is None for one in rollouts):
-        return {}
     counts = [one.kept_counts for one in rollouts if one.kept_counts is not None]
     ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
-    if len(ids) < len(rollouts):
-        raise ValueError(
-            f"{len(rollouts) - len(ids)} of {len(rollouts)} responses do not report their "
-            "sampling support"
-        )
+    if not ids:
+        return {}
+    _check_reported(rollouts, "kept_ids", "their sampling support")
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
 
 
@@ -332,11 +328,7 @@ def _top(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     found = [one for one in rollouts if one.top_counts is not None]
     if not found:
         return {}
-    if len(found) < len(rollouts):
-        raise ValueError(
-            f"{len(rollouts) - len(found)} of {len(rollouts)} responses do not report the top "
-            "logprobs of their tokens"
-        )
+    _check_reported(rollouts, "top_counts", "the top logprobs of their tokens")
     return {
         "top_counts_N": joined([one.top_counts or () for one in found], "int16"),
         "top_ids_E": joined([one.top_ids or () for one in found], "int32"),
@@ -344,3 +336,10 @@ def _top(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
             [() if one.top_logprobs is None else one.top_logprobs for one in found], "float16"
         ),
     }
+
+
+def _check_reported(rollouts: Sequence[Rollout], name: str, what: str) -> None:
+    """Check that every response with tokens has the column; a failed session has no tokens."""
+    missing = sum(len(one.token_ids) > 0 and getattr(one, name) is None for one in rollouts)
+    if missing:
+        raise ValueError(f"{missing} of {len(rollouts)} responses do not report {what}")

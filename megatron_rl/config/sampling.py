@@ -43,9 +43,10 @@ VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
 class TopLogprobsSection:
     """Logprobs of the sampler's most likely tokens at each sampled token."""
 
-    # maximum number of these tokens, such as 32; 0: none
+    # maximum number of top tokens, the sampler's most likely ones at a sampled token, that come with
+    # their logprobs, such as 32; 0: none
     max: Annotated[int, between(0, 1024)] = 0
-    # no more of them than hold this probability
+    # probability of the top tokens beyond which there are no more of them, such as 0.999
     mass: Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1")] = 0.999
 
 

@@ -204,6 +204,7 @@ TOGETHER = [
     (ADAPTERS, "learner.lora.alpha=0", "learner.lora.alpha"),
     (["learner.lora.alpha=4"], "learner.lora.rank=0", "learner.lora.alpha"),
     (["learner.router=replay"], "rollout.source=dataset", "learner.router"),
+    (["rollout.top_logprobs.max=8"], "rollout.source=dataset", "rollout.top_logprobs.max"),
     (["learner.router=replay"], "learner.megatron.moe_aux_loss_coeff=0.01", "learner.router"),
     (["learner.router=replay"], "learner.megatron.moe_router_fusion=true", "learner.router"),
     (AHEAD, "correction=bypass", ""),
