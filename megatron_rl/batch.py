@@ -75,7 +75,14 @@ class Rows:
         """Entries of a column in each row."""
         if name.endswith("_B"):
             return torch.ones_like(self.response_lengths_B)
+        if name.endswith("_E"):
+            return self.top_sizes_B
         return self.response_lengths_B if name.endswith("_N") else self.lengths_B
+
+    @cached_property
+    def top_sizes_B(self) -> Tensor:
+        """Top tokens in each row."""
+        return self.responses.sum(self.columns["top_counts_N"].double()).long()
 
 
 def places_of(sizes_B: Tensor, index: Tensor) -> Tensor:
@@ -125,8 +132,6 @@ class Batch(Table):
             return self.lengths_B
         if name.endswith("_K"):
             return self.kept_sizes_B
-        if name.endswith("_E"):
-            return self.top_sizes_B
         return super().sizes(name)
 
     @cached_property
@@ -134,12 +139,6 @@ class Batch(Table):
         """Entries of `kept_ids_K` in each row."""
         assert self.kept_counts_N is not None
         return self.responses.sum(self.kept_counts_N.double()).long()
-
-    @cached_property
-    def top_sizes_B(self) -> Tensor:
-        """Top tokens in each row."""
-        assert self.top_counts_N is not None
-        return self.responses.sum(self.top_counts_N.double()).long()
 
     @property
     def table(self) -> Table:
@@ -178,6 +177,10 @@ class UpdateInputs(Rows):
     # steps (policy versions) since the token was sampled; for correction.anchor interpolated
     staleness_N: Tensor | None = None
     turns_N: Tensor | None = None  # see Batch
+    # top tokens of the rows: see Batch; None: the loss reads no top logprobs
+    top_counts_N: Tensor | None = None
+    top_logprobs_E: Tensor | None = None  # float16: the sampler's
+    top_anchor_E: Tensor | None = None  # float32: p of each; None: there was no proximal pass
 
     @cached_property
     def turns(self) -> Segments | None:
