@@ -25,6 +25,7 @@ Decay = StrEnum("Decay", "constant linear cosine")
 Anchor = StrEnum("Anchor", "prox sampler interpolated")
 Level = StrEnum("Level", "none token sequence turn prefix")
 Aggregate = StrEnum("Aggregate", "product geometric")
+Center = StrEnum("Center", "none top_logprobs")
 Outside = StrEnum("Outside", "truncate zero")
 # staleness: steps between the policy that sampled the token and the learner's
 Stat = StrEnum("Stat", "ratio k1 k2 k3 m2 abs tv binary_kl binary_kl_max staleness")

@@ -7,7 +7,16 @@ from functools import reduce
 from typing import Any
 
 from megatron_rl.config.bounds import as_written, did_you_mean
-from megatron_rl.config.choices import Aggregate, Anchor, Level, Outside, Reduce, Reduction, Stat
+from megatron_rl.config.choices import (  # isort: skip
+    Aggregate,
+    Anchor,
+    Center,
+    Level,
+    Outside,
+    Reduce,
+    Reduction,
+    Stat,
+)
 from megatron_rl.config.objective import (
     CorrectionConfig,
     LossConfig,
@@ -19,6 +28,7 @@ from megatron_rl.config.shape import sanitize, schema_errors
 from megatron_rl.loss.table import LOSSES, losses
 
 SHARED = losses(lambda loss: "level" in loss.reads)
+ELEMENTWISE = losses(lambda loss: loss.elementwise)
 # smallest value of a statistic
 FLOOR = dict.fromkeys(set(Stat) - {Stat.k1}, 0.0) | {Stat.abs: 1.0}
 
@@ -64,7 +74,41 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig) -> list[str]
         found.add("loss.name", "its ratio is pi over the sampler; set correction.anchor: sampler")
     if formula.selects and correction.anchor != Anchor.prox:
         found.add("loss.name", "it selects by the proximal logprobs; set correction.anchor: prox")
+    if correction.center != Center.none:
+        _check_center(found, correction, loss)
     return found
+
+
+def _check_center(found: Findings, correction: CorrectionConfig, loss: LossConfig) -> None:
+    """Check that each top token has a coefficient of its own, known from its logprobs alone."""
+    with_center = f"correction.center: {correction.center}"
+    if loss.name not in ELEMENTWISE:
+        found.add(
+            "loss.name",
+            f"{with_center} needs a loss of each token's own logprobs; use one of "
+            f"{', '.join(ELEMENTWISE)}, or correction.center: none",
+        )
+    if loss.level != Level.token:
+        found.add("loss.level", f"{with_center} needs a ratio of each token; use token")
+    if correction.anchor == Anchor.interpolated:
+        found.add(
+            "correction.anchor",
+            f"{with_center} has no anchor between two policies for tokens that were not sampled; use "
+            "prox",
+        )
+    if correction.anchor == Anchor.sampler and correction.weight.level != Level.none:
+        found.add(
+            "correction.weight.level",
+            f"with {with_center} and correction.anchor: sampler it would weigh by the current policy; "
+            "use none, or correction.anchor: prox",
+        )
+    for place, rule in enumerate(correction.reject):
+        if rule.level == Level.prefix and rule.budget is not None:
+            found.add_value(
+                f"correction.reject[{place}].budget",
+                rule.budget,
+                f"{with_center} needs the bounds of a prefix rule; use low and high",
+            )
 
 
 def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:

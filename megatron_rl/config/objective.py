@@ -23,6 +23,7 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate,
     Anchor,
+    Center,
     Decay,
     Divergence,
     Estimator,
@@ -109,11 +110,18 @@ class CorrectionConfig:
     weight: WeightConfig = field(default_factory=WeightConfig)
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
+    # score centering: subtracts the expected gradient under the sampler, from its top logprobs
+    center: Center = Center.none
     rebaseline: bool = True  # if true, rejected responses are left out of the advantage baseline
     # if true, the loss is divided by the tokens that rules accept; false: by all
     renormalize: bool = True
     # handling of a token whose sampler logprob is not finite
     non_finite: NonFinite = NonFinite.drop
+
+    @property
+    def reads_top_logprobs(self) -> bool:
+        """True if it needs the sampler's top logprobs, and the learner's of the same tokens."""
+        return self.center != Center.none
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,17 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
         yield f"rollout.top_k: {rollout.top_k}, but data set answers are not sampled; leave it out"
 
 
+def top_logprobs(
+    rollout: schema.RolloutSection, correction: schema.CorrectionConfig
+) -> Iterator[str]:
+    """Check that the sampler reports the top logprobs that a correction needs."""
+    if correction.reads_top_logprobs and not rollout.top_logprobs.max:
+        yield (
+            f"correction.center: {correction.center} needs the sampler's top logprobs, and "
+            "rollout.top_logprobs.max is 0; set it, such as 32"
+        )
+
+
 def ahead(
     rollout: schema.RolloutSection,
     correction: schema.CorrectionConfig,
@@ -322,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     answers,
     environment,
     support,
+    top_logprobs,
     ahead,
     group_size,
     supervised,

@@ -32,6 +32,7 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     Aggregate,
     Anchor,
     AnswerFormat,
+    Center,
     Credit,
     Decay,
     Device,

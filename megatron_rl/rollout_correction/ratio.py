@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Level, NonFinite
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.segments import Segments
 
 EXPONENT_LIMIT = 20.0
@@ -61,6 +62,7 @@ class LogRatio:
     sampler_faults: int | Tensor = 0
     learner_faults: int | Tensor = 0
     prox_logprobs_N: Tensor | None = None  # p, finite
+    top: TopLogprobs | None = None  # None: not reported, or not read
 
     @cached_property
     def bounded_d_N(self) -> Tensor:

@@ -6,6 +6,7 @@ d = p - mu, and rho = exp(d) is always learner over sampler.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,14 +85,19 @@ def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """bool [N]: tokens that a rule with bounds rejects."""
-    stat = stat_of(rule, ratio)
+    outside = is_outside(rule, stat_of(rule, ratio))
+    return ratio.at_tokens(rule.level, outside & judged(rule, ratio))
+
+
+def is_outside(rule: RejectRule, stat: Tensor) -> Tensor:
+    """Mask of the values that a rule's bounds reject."""
     # written as "not inside", so that a statistic that overflowed to NaN is rejected
     inside = torch.ones_like(stat, dtype=torch.bool)
     if rule.low is not None:
         inside &= stat >= rule.low
     if rule.high is not None:
         inside &= stat <= rule.high
-    return ratio.at_tokens(rule.level, ~inside & judged(rule, ratio))
+    return ~inside
 
 
 def budget_cutoff(values: Tensor, budget: float, replicas: Replicas) -> float:
@@ -120,6 +126,13 @@ def budget_cutoff(values: Tensor, budget: float, replicas: Replicas) -> float:
         else:
             low = middle + 1
     return float(_value(torch.tensor([high], dtype=torch.int32)))
+
+
+def next_below(cutoff: float) -> float | None:
+    """The largest float32 value below a cutoff; None: there is none to cut."""
+    if cutoff == math.inf:
+        return None
+    return float(np.nextafter(np.float32(cutoff), np.float32(-math.inf)))
 
 
 def _ordered(values: Tensor) -> Tensor:

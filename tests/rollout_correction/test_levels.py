@@ -223,7 +223,7 @@ def test_more_rows_than_a_part_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         weight=WeightConfig(level="turn", target_ess=0.8, high=9.0, normalize=True), reject=[rule]
     )
     whole = rollout_correction(*batch, config, turns_of(batch[2]))
-    monkeypatch.setattr("megatron_rl.rollout_correction.correction.PART_TOKENS", 30)
+    monkeypatch.setattr("megatron_rl.rollout_correction.parts.PART_TOKENS", 30)
     assert_same(rollout_correction(*batch, config, turns_of(batch[2])), whole)
     # normalised over turns with a kept token
     turns = segments(turns_of(batch[2]))
