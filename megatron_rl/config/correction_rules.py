@@ -195,8 +195,11 @@ def _check_weight(found: Findings, weight: WeightConfig) -> None:
         for key in ("target_ess", "normalize"):
             if getattr(weight, key):
                 found.add(f"correction.weight.{key}", "with level: none every weight is 1")
-    if zero and (weight.level == Level.none or (weight.low is None and weight.high is None)):
+    unbounded = (weight.low, weight.high, weight.cap.confidence) == (None, None, None)
+    if zero and (weight.level == Level.none or unbounded):
         found.add("correction.weight.outside", "nothing is outside; set a level, low or high")
+    if weight.cap.confidence is not None:
+        _check_cap(found, weight)
     if weight.target_ess is None:
         return
     if zero:
@@ -208,6 +211,19 @@ def _check_weight(found: Findings, weight: WeightConfig) -> None:
         found.add("correction.weight.high", "the solved cap is 1 at least; use 1 or more")
     if weight.low is not None and weight.low > 1.0:
         found.add("correction.weight.low", "the solved cap may go down to 1; use at most 1")
+
+
+def _check_cap(found: Findings, weight: WeightConfig) -> None:
+    by_confidence = f"correction.weight.cap.confidence: {weight.cap.confidence:g} is the cap"
+    for key in ("high", "target_ess"):
+        if getattr(weight, key) is not None:
+            found.add(f"correction.weight.{key}", f"{by_confidence}; use null")
+    if weight.level != Level.token:
+        found.add(
+            "correction.weight.level", f"{by_confidence} of a token's own weight; use token"
+        )
+    if weight.low is not None and weight.low > 1.0:
+        found.add("correction.weight.low", f"{by_confidence} and may go down to 1; use at most 1")
 
 
 def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: str) -> None:

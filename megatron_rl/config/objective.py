@@ -61,6 +61,16 @@ RECOMPUTED: dict[Recompute, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class ConfidenceCap:
+    """A cap of 1 + confidence max(1 - p, floor), with p the learner's probability of the token."""
+
+    # slope of the cap, such as 2.3; null: the cap is weight.high
+    confidence: Annotated[float | None, above(0)] = None
+    # smallest 1 - p, near the resolution of logprobs
+    floor: Annotated[float, between(0, 1)] = 0.005
+
+
+@dataclass(frozen=True)
 class WeightConfig:
     # level of the importance ratio: per token, or shared by a sequence, turn or prefix
     level: Level = Level.token
@@ -78,6 +88,7 @@ class WeightConfig:
     high: Annotated[
         float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")
     ] = 2.0
+    cap: ConfidenceCap = field(default_factory=ConfidenceCap)  # in place of high
     # effective sample size of a batch for which the cap is solved, such as 0.95; null: the cap is high
     target_ess: Annotated[
         float | None,

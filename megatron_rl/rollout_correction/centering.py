@@ -24,7 +24,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
 from megatron_rl.rollout_correction.rules import is_outside, token_stat, violations
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
-from megatron_rl.rollout_correction.weights import bound, raw_ratio
+from megatron_rl.rollout_correction.weights import bound, cap_of, raw_ratio
 from megatron_rl.segments import Segments
 
 OWN_LEVELS = (Level.token, Level.prefix)  # of which each top token has its own weight
@@ -81,7 +81,7 @@ def _bounded(
         shared = bound(weight, raw_ratio(weight, ratio), cap)
         return top.at_all(ratio.at_tokens(weight.level, shared)).to(others.d_N.dtype)
     if weight.level == Level.token:
-        return bound(weight, others.rho_N, cap)
+        return bound(weight, others.rho_N, cap_of(weight, others, cap))
     mean = weight.aggregate == Aggregate.geometric
     total_V = _with_prefix(ratio, top, ratio.d_N, others.d_N, mean)
     return bound(weight, bounded_exp(total_V), cap)

@@ -33,7 +33,13 @@ from megatron_rl.config.schema import (
     Stat,
 )
 from megatron_rl.rollout_correction.centering import center_weights
-from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, Sums, WeightSums
+from megatron_rl.rollout_correction.metrics import (
+    PREFIX,
+    MismatchSums,
+    Sums,
+    WeightSums,
+    log_odds_differences,
+)
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio
 from megatron_rl.rollout_correction.parts import Part, parts_of
 from megatron_rl.rollout_correction.rules import (
@@ -47,6 +53,7 @@ from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.rollout_correction.weights import (
     Weighted,
     bound,
+    cap_of,
     fraction_bounds,
     raw_ratio,
     solve_cap,
@@ -329,9 +336,12 @@ def _weigh(
         kept_B = ratio.rows.count(kept_N[part.tokens])
         applied.count_rows(ratio.rows.count(ratio.stays_N), kept_B)
         raw = raw_ratio(weight, ratio)
-        bounded = bound(weight, raw, cap)
+        own_cap = cap_of(weight, ratio, cap)
+        if weight.cap.confidence is not None:
+            applied.add(**log_odds_differences(ratio))
+        bounded = bound(weight, raw, own_cap)
         applied.count_units(
-            raw, bounded, units(weight, ratio, kept_float_N), *fraction_bounds(weight, cap)
+            raw, bounded, units(weight, ratio, kept_float_N), *fraction_bounds(weight, own_cap)
         )
         raw_N = ratio.at_tokens(weight.level, raw)
         _fill_weights(weight.level, ratio, bounded, kept_float_N, out_N)
@@ -399,9 +409,11 @@ def correct_micro_batch(
             wrong_N = targets.responses.at_tokens(targets.advantages_B < 0)
             rejected_N = rejected_N & wrong_N
         kept_N = kept_N & ~rejected_N
-    bounded = bound(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
+    weight = config.weight
+    cap = cap_of(weight, ratio, weight.high)
+    bounded = bound(weight, raw_ratio(weight, ratio), cap)
     weights_N = torch.empty_like(ratio.d_N)
-    _fill_weights(config.weight.level, ratio, bounded, as_float(kept_N), weights_N)
+    _fill_weights(weight.level, ratio, bounded, as_float(kept_N), weights_N)
     targets = replace(targets, weights_N=weights_N, mask_N=kept_N)
     if top is not None and config.center != Center.none:
         of_top, of_tails = center_weights(
