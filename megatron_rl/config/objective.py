@@ -21,6 +21,7 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip
+    TOP_STATS,
     Aggregate,
     Anchor,
     Center,
@@ -72,7 +73,7 @@ class ConfidenceCap:
 
 @dataclass(frozen=True)
 class WeightConfig:
-    # level of the importance ratio: per token, or shared by a sequence, turn or prefix
+    # level of the importance ratio: per token, or shared by a sequence, turn, prefix or segment
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
     outside: Outside = Outside.truncate  # handling of a weight outside low and high
@@ -103,7 +104,7 @@ class WeightConfig:
 class RejectRule:
     """A rejection rule. Keys that are choices are required: bounds mean nothing without them."""
 
-    # unit that is rejected: the token, or all tokens of its sequence, turn or prefix
+    # unit that is rejected: the token, or all tokens of its sequence, turn, prefix or segment
     level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
     # statistic of a token's ratio
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
@@ -132,7 +133,7 @@ class CorrectionConfig:
     @property
     def reads_top_logprobs(self) -> bool:
         """True if it needs the sampler's top logprobs, and the learner's of the same tokens."""
-        return self.center != Center.none
+        return self.center != Center.none or any(rule.stat in TOP_STATS for rule in self.reject)
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class LossConfig:
     clip_low: Coefficient = 0.2  # how far below 1 the ratio may go
     clip_high: Coefficient = 0.28  # how far above 1 the ratio may go
     # ppo, cispo: level of the clipped ratio
-    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
+    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:-1]})
     # ppo, cispo: aggregation of the ratios of several tokens
     aggregate: Aggregate = Aggregate.product
     # parameters of this loss, such as {dual_clip: 3}: loss.params.* below; unset ones have their

@@ -150,10 +150,19 @@ def top_logprobs(
     rollout: schema.RolloutSection, correction: schema.CorrectionConfig
 ) -> Iterator[str]:
     """Check that the sampler reports the top logprobs that a correction needs."""
-    if correction.reads_top_logprobs and not rollout.top_logprobs.max:
+    if rollout.top_logprobs.max:
+        return
+    readers = [
+        f"correction.reject[{place}].stat: {rule.stat}"
+        for place, rule in enumerate(correction.reject)
+        if rule.stat in schema.TOP_STATS
+    ]
+    if correction.center != schema.Center.none:
+        readers.insert(0, f"correction.center: {correction.center}")
+    for key in readers:
         yield (
-            f"correction.center: {correction.center} needs the sampler's top logprobs, and "
-            "rollout.top_logprobs.max is 0; set it, such as 32"
+            f"{key} needs the sampler's top logprobs, and rollout.top_logprobs.max is 0; set it, "
+            "such as 32"
         )
 
 

@@ -29,6 +29,7 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
+    TOP_STATS,
     Aggregate,
     Anchor,
     AnswerFormat,

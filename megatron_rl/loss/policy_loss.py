@@ -31,7 +31,13 @@ from megatron_rl.loss.centering import CENTERED_FRACTION, OF_CENTERED, centering
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
-from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
+from megatron_rl.rollout_correction.metrics import (
+    MASKED_FRACTION,
+    PREFIX,
+    TOP_DIVERGENCES,
+    divergences,
+    token_sums,
+)
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 
@@ -100,8 +106,11 @@ def policy_loss(
     mismatch: dict[str, Tensor] = {}
     now_N = logprobs_N.detach()
     top = _top(targets, top_logprobs_E)
+    if top is not None and targets.top_anchor_E is None:
+        mismatch = _divergences(top, targets.mask_N, totals)
     if correction is not None and correction.anchor != Anchor.prox:
-        targets, mismatch = _anchored_to_sampler(now_N, targets, correction, totals, top)
+        targets, of_tokens = _anchored_to_sampler(now_N, targets, correction, totals, top)
+        mismatch |= of_tokens
         if top is not None:
             top = replace(top, learner_E=top.sampler_E)  # the anchor
     elif targets.anchor_logprobs_N is None:
@@ -152,6 +161,11 @@ def _top(targets: UpdateInputs, top_logprobs_E: Tensor | None) -> TopLogprobs | 
     if before_E is None:
         before_E = top_logprobs_E
     return TopLogprobs.of(targets.top_counts_N, targets.top_logprobs_E, before_E)
+
+
+def _divergences(top: TopLogprobs, mask_N: Tensor, totals: Totals) -> dict[str, Tensor]:
+    sums = divergences(top, mask_N)
+    return {PREFIX + name: sums[name] / max(1, totals.measured) for name in TOP_DIVERGENCES}
 
 
 def _terms(logprobs_N: Tensor, targets: UpdateInputs) -> Terms:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import (
+    TOP_STATS,
     Aggregate,
     CorrectionConfig,
     Level,
@@ -22,7 +23,12 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
-from megatron_rl.rollout_correction.rules import is_outside, token_stat, violations
+from megatron_rl.rollout_correction.rules import (
+    is_outside,
+    stat_of,
+    token_stat,
+    violations,
+)
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.rollout_correction.weights import bound, cap_of, raw_ratio
 from megatron_rl.segments import Segments
@@ -92,6 +98,8 @@ def _stat(rule: RejectRule, ratio: LogRatio, others: LogRatio, top: TopLogprobs)
     sampled one.
     """
     of_ratio = rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean)
+    if rule.stat in TOP_STATS:  # of the prefix, whichever token is sampled
+        return top.at_all(stat_of(rule, ratio))
     if rule.level == Level.token:
         return token_stat(rule.stat, others)
     if of_ratio:

@@ -40,7 +40,12 @@ from megatron_rl.rollout_correction.metrics import (
     WeightSums,
     log_odds_differences,
 )
-from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio
+from megatron_rl.rollout_correction.ratio import (
+    SHARED_LEVELS,
+    LogRatio,
+    as_float,
+    exact_log_ratio,
+)
 from megatron_rl.rollout_correction.parts import Part, parts_of
 from megatron_rl.rollout_correction.rules import (
     budget_cutoff,
@@ -298,7 +303,7 @@ def _solved_cap(
             ones = int((ratio.one_N & kept_N[part.tokens]).sum())
             weighed_N = weighed_N & ~ratio.one_N
         tokens = as_float(weighed_N)
-        if weight.level in (Level.sequence, Level.turn):
+        if weight.level in SHARED_LEVELS:
             tokens = ratio.sums(weight.level, tokens)
         found.append(Weighted(raw_ratio(weight, ratio), tokens, ones))
     kept = float(replicas.sum(kept_N.sum(dtype=torch.float64)))
@@ -359,7 +364,7 @@ def _weigh(
     found = applied.reduced(replicas)
     scale = 1.0
     if weight.normalize and weight.level != Level.none:
-        if weight.level in (Level.sequence, Level.turn):
+        if weight.level in SHARED_LEVELS:
             total, count = found["unit_total"], found["units"]
         else:
             total, count = found["weight"], found["n"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Replicas
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp, ends_of
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 
 PREFIX = "rollout_corr/"
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
@@ -25,6 +26,8 @@ CONFIDENCE_EDGES = (0.5, 0.9, 0.99, 0.999)
 CONFIDENCE_BINS = tuple(
     f"{low}_to_{high}" for low, high in pairwise((0, *CONFIDENCE_EDGES, 1))
 )
+TOP_DIVERGENCES = ("top_kl", "top_reverse_kl", "top_tv")
+TOP_TOKENS = "top_tokens"
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
@@ -109,12 +112,25 @@ def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
     return {PREFIX + name: value_N.sum(dtype=torch.float64) for name, value_N in values.items()}
 
 
+def divergences(top: TopLogprobs, counted_N: Tensor) -> dict[str, Tensor]:
+    """Sums over counted tokens with known distributions, and their number."""
+    measured_N = counted_N & top.usable_N
+    values = (top.kl_N, top.reverse_kl_N, top.total_variation_N)
+    found = {
+        name: value_N.masked_fill(~measured_N, 0.0).sum(dtype=torch.float64)
+        for name, value_N in zip(TOP_DIVERGENCES, values, strict=True)
+    }
+    return found | {TOP_TOKENS: measured_N.sum()}
+
+
 class MismatchSums(Sums):
     """Sums that describe p against mu, for any choice of weights."""
 
     def count(self, ratio: LogRatio) -> None:
         self._count_tokens(ratio)
         self._count_rows(ratio)
+        if ratio.top is not None:
+            self.add(**divergences(ratio.top, ratio.counted_N))
         self.add(sampler_faults=ratio.sampler_faults, learner_faults=ratio.learner_faults)
 
     def _count_tokens(self, ratio: LogRatio) -> None:
@@ -211,6 +227,9 @@ class MismatchSums(Sums):
             "ppl_ratio",
         ):
             metrics[name] = _ratio(found[name], rows)
+        for name in TOP_DIVERGENCES:
+            if name in found:
+                metrics[name] = _ratio(found[name], found[TOP_TOKENS])
         metrics["chi2_seq"] = _ratio(found["chi2_seq"], rows) - (1.0 if rows else 0.0)
         return {PREFIX + name: value for name, value in metrics.items()}
 

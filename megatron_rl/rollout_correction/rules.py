@@ -1,4 +1,4 @@
-"""Reject rules: a statistic of log-ratios per token, prefix, turn or row; bounds; budget cutoff.
+"""Reject rules: a statistic of log-ratios per token, prefix, segment, turn or row; bounds; budget cutoff.
 
 Shape legend: N response tokens. All rules see the same mask, so their order is irrelevant.
 d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batch import Replicas
-from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
+from megatron_rl.config.schema import TOP_STATS, Level, Reduce, RejectRule, Stat
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 
 
 def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
@@ -32,7 +33,17 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
         return bounded_exp(d_N.abs())
     if stat == Stat.staleness:
         return d_N  # `without_stale` hands ages over in place of differences
+    if stat in TOP_STATS:
+        assert ratio.top is not None, "the config has made sure"
+        return _top_stat(stat, ratio.top).to(d_N.dtype)
     return _coin_stat(stat, ratio)
+
+
+def _top_stat(stat: Stat, top: TopLogprobs) -> Tensor:
+    """Divergence of the two distributions over top tokens and tail; 0 where they are not known."""
+    if stat == Stat.top_tv:
+        return top.total_variation_N
+    return top.kl_N if stat == Stat.top_kl else top.reverse_kl_N
 
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:

@@ -68,3 +68,28 @@ class TopLogprobs:
         """Values of the top tokens and of the tails: [E], [N]."""
         top = self.tokens.tokens
         return values_V[:top], values_V[top:]
+
+    @cached_property
+    def kl_N(self) -> Tensor:
+        """KL(q || p) over top tokens and tail, a lower bound of that over the vocabulary."""
+        return self._kl(self.sampler_E, self.learner_E)
+
+    @cached_property
+    def reverse_kl_N(self) -> Tensor:
+        """KL(p || q), bounded alike."""
+        return self._kl(self.learner_E, self.sampler_E)
+
+    @cached_property
+    def total_variation_N(self) -> Tensor:
+        """Half the sum of |p - q|, bounded alike."""
+        gaps_N = self.tokens.sum((self.learner_E.exp() - self.sampler_E.exp()).abs())
+        tails_N = (self.mass(self.learner_E) - self.mass(self.sampler_E)).abs()
+        return ((gaps_N + tails_N) / 2).masked_fill(~self.usable_N, 0.0)
+
+    def _kl(self, one_E: Tensor, other_E: Tensor) -> Tensor:
+        inside_N = self.tokens.sum(one_E.exp() * (one_E - other_E))
+        # with the first tail as it is and a floor of the second, it stays a lower bound
+        tail_N = (1.0 - self.mass(one_E)).clamp(min=0.0)
+        other_N = (1.0 - self.mass(other_E)).clamp(min=SMALLEST_MASS)
+        kl_N = inside_N + torch.xlogy(tail_N, tail_N / other_N)
+        return kl_N.masked_fill(~self.usable_N, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Replicas
 from megatron_rl.config.schema import Aggregate, Level, Outside, WeightConfig
-from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
+from megatron_rl.rollout_correction.ratio import SHARED_LEVELS, LogRatio, bounded_exp
 
 SEARCH_STEPS = 40
 
@@ -32,8 +32,8 @@ def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
 
 
 def units(config: WeightConfig, ratio: LogRatio, kept_float_N: Tensor) -> Tensor:
-    """1 per kept token, turn or row: the units that bounds act on."""
-    if config.level in (Level.sequence, Level.turn):
+    """1 per kept token, segment, turn or row: the units that bounds act on."""
+    if config.level in SHARED_LEVELS:
         return (ratio.sums(config.level, kept_float_N) > 0).float()
     return kept_float_N
 
