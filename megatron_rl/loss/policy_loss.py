@@ -202,6 +202,14 @@ def seen_tokens(config: LossConfig, mask_N: Tensor, denominator_mask_N: Tensor) 
     return mask_N
 
 
+def read_tokens(config: LossConfig, targets: UpdateInputs) -> Tensor:
+    """bool [N]: `seen_tokens`, and rejected ones that may be centered."""
+    seen_N = seen_tokens(config, targets.mask_N, targets.denominator_mask_N)
+    if targets.top_weights_E is None:
+        return seen_N
+    return seen_N | targets.denominator_mask_N
+
+
 def _penalty(
     targets: UpdateInputs, config: LossConfig, logprobs_N: Tensor, seen_N: Tensor
 ) -> Tensor:

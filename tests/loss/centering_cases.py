@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ class Example:
     @property
     def length(self) -> int:
         return len(self.labels_N) // self.rows
+
+    @cached_property
+    def tables(self) -> dict[str, list[list[float]]]:
+        """Log-probabilities as plain numbers."""
+        policy_NV = self.logits_NV.log_softmax(dim=1)
+        named = {"sampler": self.sampler_NV, "prox": self.prox_NV, "policy": policy_NV}
+        return {name: values_NV.tolist() for name, values_NV in named.items()}
 
 
 def example(
@@ -210,9 +218,9 @@ def _slope(
         if not _inside(rule, judged):
             return 0.0
     weight = _weight(correction, sampled, index, own)
-    policy = float(one.logits_NV.log_softmax(dim=1)[place, word])
-    anchor_NV = one.sampler_NV if correction.anchor == "sampler" else one.prox_NV
-    token = Token(policy, float(anchor_NV[place, word]), advantage, weight, False, Row([], []))
+    policy = one.tables["policy"][place][word]
+    anchor = one.tables["sampler" if correction.anchor == "sampler" else "prox"][place][word]
+    token = Token(policy, anchor, advantage, weight, False, Row([], []))
     return FORMULAS[str(loss.name)](token, loss)[1]
 
 
@@ -228,10 +236,8 @@ def _row_kept(
 
 
 def _difference(one: Example, place: int, word: int, correction: CorrectionConfig) -> float:
-    learner_NV = one.prox_NV
-    if correction.anchor == "sampler":
-        learner_NV = one.logits_NV.log_softmax(dim=1)
-    return float(learner_NV[place, word] - one.sampler_NV[place, word])
+    learner = one.tables["policy" if correction.anchor == "sampler" else "prox"]
+    return learner[place][word] - one.tables["sampler"][place][word]
 
 
 def _inside(rule: RejectRule, d: Sequence[float]) -> bool:

@@ -35,7 +35,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.loss import centering
-from megatron_rl.loss.policy_loss import over_trained
+from megatron_rl.loss.policy_loss import count_totals, over_trained, policy_loss
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.rollout_correction.top_logprobs import SMALLEST_MASS, TopLogprobs
 
@@ -195,7 +195,7 @@ def test_it_is_the_published_formula_on_a_thousand_batches() -> None:
         one = on_policy(seed, rows=1, length=3, words=6)
         size = 1 + seed % 5
         found_NV = found(one, LOSS["reinforce"], centered(weight=weight), size)
-        torch.testing.assert_close(found_NV, published(one, f, size), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(found_NV, published(one, f, size), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("correction", ["plain", "tis", "token rule"])
@@ -223,7 +223,7 @@ def swapped(counts_N: Tensor, sampler_E: Tensor, learner_E: Tensor) -> TopLogpro
 ORIGINAL = TopLogprobs.of
 
 
-@pytest.mark.parametrize("bug", ["none", "tail", "swapped", "gradient", "rejected"])
+@pytest.mark.parametrize("bug", ["none", "tail", "swapped", "rejected"])
 def test_injected_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, f = F["truncated"]
     config = centered(weight=weight)
@@ -233,8 +233,6 @@ def test_injected_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(centering, "_coefficients", without_tail)
     if bug == "swapped":
         monkeypatch.setattr(TopLogprobs, "of", swapped)
-    if bug == "gradient":
-        monkeypatch.setattr(Tensor, "detach", lambda self: self)
     targets = inputs_of(one, config, 3)
     if bug == "rejected":
         config = replace(config, weight=PLAIN, reject=[BAND])
@@ -244,18 +242,30 @@ def test_injected_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not mask_E.all() and targets.top_weights_E is not None
         targets = replace(targets, top_weights_E=targets.top_weights_E * mask_E)
     size = WORDS if bug == "rejected" else 3
-    try:
-        wrong = error(gradient(one, targets, LOSS["reinforce"], config, size)[0], expected_NV)
-    except RuntimeError:  # a second gradient through the first one's graph
-        wrong = math.inf
+    wrong = error(gradient(one, targets, LOSS["reinforce"], config, size)[0], expected_NV)
     assert (wrong < 1e-5) == (bug == "none")
 
 
-def test_parts_add_up_and_metrics_are_means_over_centered_tokens() -> None:
+def test_the_coefficients_are_constants() -> None:
+    """No gradient flows through q, p, pi or c: the term is linear in log pi."""
+    one = example(11)
+    targets = inputs_of(one, CORRECTION["tis"], 4)
+    assert targets.top_counts_N is not None and targets.top_logprobs_E is not None
+    assert targets.top_anchor_E is not None
+    top = TopLogprobs.of(targets.top_counts_N, targets.top_logprobs_E, targets.top_anchor_E)
+    pi_E = at_top(one, one.logits_NV.log_softmax(dim=1), 4).requires_grad_()
+    scale_N = torch.linspace(0.5, 2.0, len(one.labels_N), dtype=torch.float64)
+    advantages_N = targets.responses.at_tokens(one.advantages_B)
+    given = (top, targets, advantages_N, scale_N, LOSS["ppo"], 1)
+    term, _ = centering.centering_term(pi_E, *given)
+    (slopes_E,) = torch.autograd.grad(term, pi_E)
+    torch.testing.assert_close(term.detach(), (slopes_E * pi_E.detach()).sum())
+
+
+def test_metrics_are_means_over_centered_tokens() -> None:
     one = example(8)
     config = CORRECTION["token rule"]
-    targets = inputs_of(one, config, 4)
-    whole_NV, metrics = gradient(one, targets, LOSS["ppo"], config, 4)
+    _, metrics = gradient(one, inputs_of(one, config, 4), LOSS["ppo"], config, 4)
     reported = over_trained({name: float(value) for name, value in metrics.items()})
     q_NH = at_rows(one, one.sampler_NV.exp(), 4)[one.mask_N]
     assert reported["center/sampler_mass"] == pytest.approx(float(q_NH.sum(1).mean()))
@@ -263,10 +273,44 @@ def test_parts_add_up_and_metrics_are_means_over_centered_tokens() -> None:
     assert reported["center/coefficient_l1"] > 0
     assert reported["center/token_fraction"] == 1.0  # rejected ones too
     assert float(metrics["loss/trained_fraction"]) < 1.0
-    # the norm by autograd, of one token
-    centered_NV = whole_NV - gradient(one, without(targets), LOSS["ppo"], config, 4)[0]
+    # the norm of the term's own gradient, where no logit is in the tail
+    targets = inputs_of(one, config, WORDS)
+    whole_NV, metrics = gradient(one, targets, LOSS["ppo"], config, WORDS)
+    centered_NV = whole_NV - gradient(one, without(targets), LOSS["ppo"], config, WORDS)[0]
     norms_N = centered_NV[one.mask_N].norm(dim=1) * int(one.mask_N.sum())
-    assert reported["center/drift_norm"] == pytest.approx(float(norms_N.mean()), rel=0.2)
+    assert float(metrics["center/drift_norm"]) == pytest.approx(float(norms_N.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("prox_pass", [True, False])
+def test_micro_batches_add_up(prox_pass: bool) -> None:
+    one = example(12)
+    config = CORRECTION["token rule"]
+    targets = inputs_of(one, config, 4, prox_pass)
+    policy_NV = one.logits_NV.log_softmax(dim=1)
+    counts_B = targets.responses.count(targets.denominator_mask_N)
+    totals = count_totals(counts_B, targets.groups_B, one.length)
+    found = []
+    for rows in ([0, 1, 2, 3], [0, 1], [2, 3]):
+        tokens_N = torch.isin(torch.arange(len(one.labels_N)) // one.length, torch.tensor(rows))
+        part = replace(one, sampler_NV=one.sampler_NV[tokens_N], mask_N=one.mask_N[tokens_N])
+        found.append(
+            policy_loss(
+                at_labels(one, policy_NV)[tokens_N],
+                targets.rows(torch.tensor(rows)),
+                LOSS["ppo"],
+                totals,
+                config,
+                None,
+                at_top(part, policy_NV[tokens_N], 4),
+            )
+        )
+    (whole, metrics), *parts = found
+    assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), rel=1e-6)
+    for name in metrics:
+        if name.startswith(("center/", "rollout_corr/top_")):
+            total = sum(float(one_part[name]) for _, one_part in parts)
+            assert total == pytest.approx(float(metrics[name]), rel=1e-6), name
+    assert ("rollout_corr/top_kl" in metrics) == (not prox_pass)
 
 
 def without(targets: Any) -> Any:
@@ -289,6 +333,7 @@ def test_tokens_without_a_set_or_a_logprob_have_no_term() -> None:
 def test_what_the_batch_solves_holds_for_every_top_token() -> None:
     """A solved cap, a budget's cutoff, and the normalization."""
     one = example(10)
+    one = replace(one, sampler_NV=one.sampler_NV.float(), prox_NV=one.prox_NV.float())
     tight = WeightConfig(target_ess=0.99, high=5.0, normalize=True)
     rule = RejectRule(level="token", stat="m2", budget=0.1)
     targets = inputs_of(one, centered(weight=tight, reject=[rule]), WORDS)
@@ -300,7 +345,7 @@ def test_what_the_batch_solves_holds_for_every_top_token() -> None:
     # the sampled token's own entry has the sampled token's weight
     labels_NM = one.labels_N[:, None] == one.sampler_NV.topk(WORDS, dim=1).indices
     own_N = targets.top_weights_E[labels_NM[one.mask_N].flatten()]
-    torch.testing.assert_close(own_N, targets.weights_N[one.mask_N].double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_N, targets.weights_N[one.mask_N], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {one.split()[0] for one in LOSS}))
