@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 from megatron_rl.config.bounds import as_written, did_you_mean
-from megatron_rl.config.choices import (  # isort: skip
+from megatron_rl.config.choices import (
     Aggregate,
     Anchor,
     Center,
@@ -219,9 +219,7 @@ def _check_cap(found: Findings, weight: WeightConfig) -> None:
         if getattr(weight, key) is not None:
             found.add(f"correction.weight.{key}", f"{by_confidence}; use null")
     if weight.level != Level.token:
-        found.add(
-            "correction.weight.level", f"{by_confidence} of a token's own weight; use token"
-        )
+        found.add("correction.weight.level", f"{by_confidence} of a token's own weight; use token")
     if weight.low is not None and weight.low > 1.0:
         found.add("correction.weight.low", f"{by_confidence} and may go down to 1; use at most 1")
 

@@ -103,18 +103,8 @@ def policy_loss(
     tokens and of the top tokens. `correction` is read where they complete it here: with another
     anchor than prox, or with none (the policy is its own).
     """
-    mismatch: dict[str, Tensor] = {}
-    now_N = logprobs_N.detach()
     top = _top(targets, top_logprobs_E)
-    if top is not None and targets.top_anchor_E is None:
-        mismatch = _divergences(top, targets.mask_N, totals)
-    if correction is not None and correction.anchor != Anchor.prox:
-        targets, of_tokens = _anchored_to_sampler(now_N, targets, correction, totals, top)
-        mismatch |= of_tokens
-        if top is not None:
-            top = replace(top, learner_E=top.sampler_E)  # the anchor
-    elif targets.anchor_logprobs_N is None:
-        targets = _anchored_to_itself(now_N, targets, correction, top)
+    targets, top, mismatch = _anchored(logprobs_N.detach(), targets, correction, totals, top)
     terms = _terms(logprobs_N, targets)
     mask_N = terms.mask_N
     scale_B = row_scale(targets, reduction_of(config), totals).to(terms.logprobs_N.dtype)
@@ -293,6 +283,29 @@ def row_scale(targets: UpdateInputs, reduction: Reduction, totals: Totals) -> Te
     place_B = torch.searchsorted(totals.prompt_ids_G, targets.groups_B)
     tokens_B = totals.prompt_tokens_G[place_B.clamp(max=totals.prompts - 1)]
     return filled_B / tokens_B / totals.prompts
+
+
+def _anchored(
+    now_N: Tensor,
+    targets: UpdateInputs,
+    correction: CorrectionConfig | None,
+    totals: Totals,
+    top: TopLogprobs | None,
+) -> tuple[UpdateInputs, TopLogprobs | None, dict[str, Tensor]]:
+    """Inputs with an anchor, weights and masks; top tokens with that anchor; metrics of what is
+    completed here.
+    """
+    mismatch: dict[str, Tensor] = {}
+    if top is not None and targets.top_anchor_E is None:
+        mismatch = _divergences(top, targets.mask_N, totals)
+    if correction is not None and correction.anchor != Anchor.prox:
+        targets, of_tokens = _anchored_to_sampler(now_N, targets, correction, totals, top)
+        if top is not None:
+            top = replace(top, learner_E=top.sampler_E)
+        return targets, top, mismatch | of_tokens
+    if targets.anchor_logprobs_N is None:
+        targets = _anchored_to_itself(now_N, targets, correction, top)
+    return targets, top, mismatch
 
 
 def _anchored_to_itself(

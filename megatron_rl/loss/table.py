@@ -235,7 +235,9 @@ SHARED = ("level", "aggregate")
 DUAL = ("dual_clip",)
 LOSSES = {
     "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed"),
-    "gspo": Loss(gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02), elementwise=False),
+    "gspo": Loss(
+        gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02), elementwise=False
+    ),
     "cispo": Loss(
         cispo,
         (*CLIP, *SHARED),

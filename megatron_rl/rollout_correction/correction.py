@@ -40,13 +40,13 @@ from megatron_rl.rollout_correction.metrics import (
     WeightSums,
     log_odds_differences,
 )
+from megatron_rl.rollout_correction.parts import Part, parts_of
 from megatron_rl.rollout_correction.ratio import (
     SHARED_LEVELS,
     LogRatio,
     as_float,
     exact_log_ratio,
 )
-from megatron_rl.rollout_correction.parts import Part, parts_of
 from megatron_rl.rollout_correction.rules import (
     budget_cutoff,
     judged,
@@ -184,14 +184,7 @@ def rollout_correction(
     judged_rows = _judged(batch, kept_N, config, judge)
     _apply_conditional(parts, kept_N, rules, judged_rows.advantages_B)
     metrics = mismatch.metrics(replicas)
-    centered: list[Tensor] = []
-    if config.center != Center.none and top_prox_E is not None:
-        centered = [
-            torch.cat(columns)
-            for columns in zip(
-                *(_centered(part, rules, judged_rows, cap, config) for part in parts), strict=True
-            )
-        ]
+    centered = _center(parts, rules, judged_rows, cap, config)
     of_weights, scale = _weigh(
         parts, kept_N, weights_N, judged_rows.advantages_B, cap, config, replicas
     )
@@ -238,9 +231,7 @@ class _Judged:
     keep_B: Tensor  # bool: rows with an advantage
 
 
-def _judged(
-    batch: Batch, kept_N: Tensor, config: CorrectionConfig, judge: Judge | None
-) -> _Judged:
+def _judged(batch: Batch, kept_N: Tensor, config: CorrectionConfig, judge: Judge | None) -> _Judged:
     """Rows that the rules rejected, and advantages. Rows without one are taken out of `kept_N`."""
     rows = batch.responses
     had_B = rows.count(batch.mask_N) > 0
@@ -273,6 +264,20 @@ def _apply_budgets(
             kept_N[part.tokens] &= ~part.ratio.at_tokens(rule.level, beyond)
         bounded.append(replace(rule, budget=None, high=next_below(cutoff)))
     return bounded
+
+
+def _center(
+    parts: list[Part],
+    rules: list[RejectRule],
+    rows: _Judged,
+    cap: float | None,
+    config: CorrectionConfig,
+) -> list[Tensor]:
+    """Weights of top tokens and tails, before the normalization; none without centering."""
+    if config.center == Center.none or any(part.ratio.top is None for part in parts):
+        return []
+    found = [_centered(part, rules, rows, cap, config) for part in parts]
+    return [torch.cat(columns) for columns in zip(*found, strict=True)]
 
 
 def _centered(

@@ -23,9 +23,7 @@ OUTSIDE_SUPPORT = PREFIX + "outside_support"
 KEPT_LOG_MASS = PREFIX + "kept_log_mass"
 HIGHEST_LOGPROB = -1e-7  # whose log-odds float32 can hold
 CONFIDENCE_EDGES = (0.5, 0.9, 0.99, 0.999)
-CONFIDENCE_BINS = tuple(
-    f"{low}_to_{high}" for low, high in pairwise((0, *CONFIDENCE_EDGES, 1))
-)
+CONFIDENCE_BINS = tuple(f"{low}_to_{high}" for low, high in pairwise((0, *CONFIDENCE_EDGES, 1)))
 TOP_DIVERGENCES = ("top_kl", "top_reverse_kl", "top_tv")
 TOP_TOKENS = "top_tokens"
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding

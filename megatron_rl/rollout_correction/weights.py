@@ -55,7 +55,9 @@ def bound(config: WeightConfig, raw: Tensor, cap: Cap) -> Tensor:
         return raw
     if config.outside == Outside.truncate:
         if isinstance(cap, Tensor):
-            return raw.minimum(cap) if config.low is None else raw.minimum(cap).clamp(min=config.low)
+            return (
+                raw.minimum(cap) if config.low is None else raw.minimum(cap).clamp(min=config.low)
+            )
         return raw.clamp(min=config.low, max=cap)
     inside = torch.ones_like(raw, dtype=torch.bool)
     if config.low is not None:

@@ -224,9 +224,7 @@ def _slope(
     return FORMULAS[str(loss.name)](token, loss)[1]
 
 
-def _row_kept(
-    one: Example, row: int, places: Sequence[int], correction: CorrectionConfig
-) -> bool:
+def _row_kept(one: Example, row: int, places: Sequence[int], correction: CorrectionConfig) -> bool:
     sampled = [_difference(one, place, int(one.labels_N[place]), correction) for place in places]
     return all(
         _inside(rule, sampled)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.rules import top_logprobs
+from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.config.schema import (
     CorrectionConfig,
     LossConfig,
@@ -33,7 +34,6 @@ from megatron_rl.config.schema import (
     RolloutSection,
     WeightConfig,
 )
-from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.loss import centering
 from megatron_rl.loss.policy_loss import count_totals, over_trained, policy_loss
 from megatron_rl.loss.table import LOSSES
@@ -391,4 +391,3 @@ def test_the_sampler_has_to_report_them() -> None:
     rollout = RolloutSection(top_logprobs=TopLogprobsSection(max=32))
     assert not list(top_logprobs(rollout, centered()))
     assert not list(top_logprobs(RolloutSection(), CorrectionConfig()))
-

@@ -14,7 +14,7 @@ from matrices import rollout_correction
 from test_rollout_correction import example
 
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.config.schema import Config, ConfidenceCap, CorrectionConfig, WeightConfig
+from megatron_rl.config.schema import ConfidenceCap, Config, CorrectionConfig, WeightConfig
 from megatron_rl.preflight.notes import low_of_calibrated
 
 CALIBRATED = WeightConfig(high=None, cap=ConfidenceCap(confidence=2.3))

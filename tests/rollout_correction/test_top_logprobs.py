@@ -39,9 +39,7 @@ def policies(seed: int, words: int, spread: float, sharpness: float) -> tuple[Te
     """[N, V]: logprobs of the sampler and of the learner."""
     random = torch.Generator().manual_seed(seed)
     logits_NV = sharpness * torch.randn(B * T, words, generator=random, dtype=torch.float64)
-    other_NV = logits_NV + spread * torch.randn(
-        B * T, words, generator=random, dtype=torch.float64
-    )
+    other_NV = logits_NV + spread * torch.randn(B * T, words, generator=random, dtype=torch.float64)
     return logits_NV.log_softmax(1), other_NV.log_softmax(1)
 
 
