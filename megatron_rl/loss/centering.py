@@ -88,7 +88,7 @@ def loss_slopes(
             weights_N=weights_V.to(leaf_V.dtype),
             mask_N=torch.ones_like(leaf_V, dtype=torch.bool),
             selected_N=None,
-            rows=Segments.rows(torch.tensor([len(leaf_V)], device=leaf_V.device), len(leaf_V)),
+            rows=Segments.rows(torch.full((1,), len(leaf_V), device=leaf_V.device), len(leaf_V)),
         )
         per_token_V, _ = LOSSES[config.name].formula(terms, config)
         return torch.autograd.grad(per_token_V.sum(), leaf_V)[0]

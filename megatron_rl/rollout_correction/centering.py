@@ -72,7 +72,7 @@ def _in_place_of_sampled(top: TopLogprobs) -> LogRatio:
     """Log-ratios of the top tokens and tails, as if each was a response token."""
     d_V = top.learner_V - top.sampler_V
     every_V = torch.ones_like(d_V, dtype=torch.bool)
-    row = Segments.rows(torch.tensor([len(d_V)], device=d_V.device), len(d_V))
+    row = Segments.rows(torch.full((1,), len(d_V), device=d_V.device), len(d_V))
     return LogRatio(d_V, every_V, every_V, row, prox_logprobs_N=top.learner_V)
 
 
