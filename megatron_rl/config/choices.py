@@ -23,7 +23,6 @@ Device = StrEnum("Device", "auto cpu cuda")
 Decay = StrEnum("Decay", "constant linear cosine")
 # interpolated: the sampler's, moved towards the policy, further for staler tokens (A-3PO)
 Anchor = StrEnum("Anchor", "prox sampler interpolated")
-# segment: SEGMENT_TOKENS trained tokens of a row, one after another
 Level = StrEnum("Level", "none token sequence turn prefix segment")
 Aggregate = StrEnum("Aggregate", "product geometric")
 Center = StrEnum("Center", "none top_logprobs")

@@ -73,7 +73,8 @@ class ConfidenceCap:
 
 @dataclass(frozen=True)
 class WeightConfig:
-    # level of the importance ratio: per token, or shared by a sequence, turn, prefix or segment
+    # level of the importance ratio: per token, or shared by a sequence, turn, prefix or segment (64
+    # trained tokens of a row)
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
     outside: Outside = Outside.truncate  # handling of a weight outside low and high
@@ -104,7 +105,8 @@ class WeightConfig:
 class RejectRule:
     """A rejection rule. Keys that are choices are required: bounds mean nothing without them."""
 
-    # unit that is rejected: the token, or all tokens of its sequence, turn, prefix or segment
+    # unit that is rejected: the token, or all tokens of its sequence, turn, prefix or segment (64
+    # trained tokens of a row)
     level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
     # statistic of a token's ratio
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
