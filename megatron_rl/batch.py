@@ -179,6 +179,9 @@ class UpdateInputs(Rows):
     top_counts_N: Tensor | None = None
     top_logprobs_E: Tensor | None = None  # float16: the sampler's
     top_anchor_E: Tensor | None = None  # float32: p of each; None: there was no proximal pass
+    # float32: weights of score centering, of top tokens and tails; None: the loss completes them
+    top_weights_E: Tensor | None = None
+    tail_weights_N: Tensor | None = None
 
     @cached_property
     def turns(self) -> Segments | None:

@@ -47,6 +47,8 @@ def by_answer(row, answer_key, response):
 
 def cases() -> dict[str, list[str]]:
     wanted = {f"correction {name}": [f"correction={name}", "loss.kl_coef=0"] for name in PRESETS}
+    for name in ("center", "center_tis"):
+        wanted[f"correction {name}"].append("rollout.top_logprobs.max=8")
     for name in LOSSES:
         anchor = ["correction=bypass"] if name in BYPASS_ONLY else ["correction=tis"]
         wanted[f"loss {name}"] = [f"loss.name={name}", "loss.kl_coef=0", *anchor]

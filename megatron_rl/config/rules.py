@@ -153,6 +153,26 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
         )
 
 
+def top_logprobs(
+    rollout: schema.RolloutSection, correction: schema.CorrectionConfig
+) -> Iterator[str]:
+    """Check that the sampler reports the top logprobs that a correction needs."""
+    if rollout.top_logprobs.max:
+        return
+    readers = [
+        f"correction.reject[{place}].stat: {rule.stat}"
+        for place, rule in enumerate(correction.reject)
+        if rule.stat in schema.TOP_STATS
+    ]
+    if correction.center != schema.Center.none:
+        readers.insert(0, f"correction.center: {correction.center}")
+    for key in readers:
+        yield (
+            f"{key} needs the sampler's top logprobs, and rollout.top_logprobs.max is 0; set it, "
+            "such as 32"
+        )
+
+
 def ahead(
     rollout: schema.RolloutSection,
     correction: schema.CorrectionConfig,
@@ -329,6 +349,7 @@ RULES: tuple[Rule, ...] = (
     answers,
     environment,
     support,
+    top_logprobs,
     ahead,
     group_size,
     supervised,

@@ -29,9 +29,11 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
+    TOP_STATS,
     Aggregate,
     Anchor,
     AnswerFormat,
+    Center,
     Credit,
     Decay,
     Device,

@@ -32,7 +32,7 @@ from megatron_rl.loss.policy_loss import (
     count_totals,
     over_trained,
     policy_loss,
-    seen_tokens,
+    read_tokens,
 )
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
@@ -113,7 +113,7 @@ class Learner(ForwardPasses):
         masks = (
             targets.mask_N,
             counted_N,
-            seen_tokens(self.loss, targets.mask_N, counted_N),
+            read_tokens(self.loss, targets),
             targets.weights_N > 0,
         )
         counts = [targets.responses.count(mask_N) for mask_N in masks]

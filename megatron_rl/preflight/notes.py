@@ -57,6 +57,15 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
         yield f"{said} with loss.name={loss.name}: {follows}; {usual}"
 
 
+def low_of_calibrated(correction: schema.CorrectionConfig) -> Iterator[str]:
+    weight = correction.weight
+    if weight.cap.confidence is not None and weight.low is not None:
+        yield (
+            f"correction.weight.low={weight.low:g} with correction.weight.cap.confidence: where the "
+            "cap was published, a lower bound lowered accuracy; null is usual"
+        )
+
+
 def _preset(loss: str) -> str:
     file = CONF / ("dapo.yaml" if loss == "ppo" else f"{loss}.yaml")
     if not file.is_file():
@@ -203,6 +212,7 @@ RULES = (
     unreachable_stop,
     unseen_steps,
     unusual_clip,
+    low_of_calibrated,
     chat_template,
     plain_prompts,
     short_disk,

@@ -36,7 +36,7 @@ def test_every_shipped_recipe_loads_and_survives_a_round_trip(path: Path) -> Non
     "preset", sorted((ROOT / "conf" / "correction").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_every_correction_preset_loads(recipe: Path, preset: Path) -> None:
-    load(recipe, [f"correction={preset.stem}"])
+    load(recipe, [f"correction={preset.stem}", "rollout.top_logprobs.max=32"])
 
 
 def test_overrides_are_typed_and_win(recipe: Path) -> None:
