@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -335,9 +335,7 @@ def _top(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     return {
         "top_counts_N": joined([one.top_counts or () for one in found], "int16"),
         "top_ids_E": joined([one.top_ids or () for one in found], "int32"),
-        "top_logprobs_E": joined(
-            [() if one.top_logprobs is None else one.top_logprobs for one in found], "float16"
-        ),
+        "top_logprobs_E": joined([cast(Any, one.top_logprobs) for one in found], "float16"),
     }
 
 
