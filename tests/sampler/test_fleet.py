@@ -249,13 +249,12 @@ def test_a_server_answers_like_an_engine_of_the_run(live, far):
             for a, b in zip(one.logprobs, other.logprobs, strict=True)
         )
         assert (one.kept_counts, *sets(one)) == (other.kept_counts, *sets(other))
-        assert (one.top_counts, one.top_ids) == (other.top_counts, other.top_ids)
     kept = answers[0][2 * len(PROMPTS) :]
     counts = sorted(count for one in kept for count in one.kept_counts)
     assert counts[0] >= 1
     assert counts[len(counts) * 3 // 4] <= 5, "more only where BF16 logits tie with the fifth"
     assert answers[0][0].kept_ids is answers[0][0].top_ids is None
-    for one in kept:
+    for one in kept + answers[1][2 * len(PROMPTS) :]:
         assert max(one.top_counts) <= 4
         assert set(one.top_ids) <= set(one.kept_ids)
         assert len(one.top_logprobs) == sum(one.top_counts)
