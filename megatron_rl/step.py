@@ -55,7 +55,8 @@ class CorrectedBatch:
         own_B = correction.advantages_B
         seed = config.run.seed + self.version + 1
         top: dict[str, Tensor | None] = {}
-        if config.correction.center != Center.none:
+        reads = config.correction.reads_top_logprobs
+        if config.correction.center != Center.none or (reads and self.top_anchor_E is None):
             top = {
                 "top_counts_N": batch.top_counts_N,
                 "top_logprobs_E": batch.top_logprobs_E,
