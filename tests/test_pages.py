@@ -28,7 +28,6 @@ ELSEWHERE = {
     "docs/concepts/precision.md": "tests/apps/planner/test_precision.py",
     "examples/countdown/README.md": "tests/test_examples.py",
     "examples/tool_use/README.md": "tests/test_examples.py",
-    "examples/compare_corrections/README.md": "tests/test_examples.py",
 }
 REASON = re.compile(r"# not run: \w.+")
 BLOCK = re.compile(r"^```(\S*)([^\n]*)\n(.*?)^```$", re.M | re.S)
