@@ -1,7 +1,10 @@
 """examples/: the commands of each README.md with small steps, and what its reward accepts."""
 
+import re
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from megatron_rl import Answer
 from megatron_rl.tracking.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
-NAMES = sorted(page.parent.name for page in (ROOT / "examples").glob("*/README.md"))
+TRAINED = ("countdown", "tool_use")
 SMALL = (
     "run.steps=2 rollout.prompts_per_step=8 rollout.max_gen_batches=1 learner.n_minibatches=1 "
     "eval.max_prompts=8"
@@ -71,7 +74,7 @@ def test_orders_reward_the_total_of_the_prices() -> None:
 @pytest.mark.engine
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_commands_of_an_example(empty: Path, name: str) -> None:
     shutil.copytree(ROOT / "examples", empty / "examples")
     for folder in ("conf", "recipes", "tools"):
@@ -83,3 +86,18 @@ def test_the_commands_of_an_example(empty: Path, name: str) -> None:
     for run in (f"{name}_sft", name):
         assert read_metrics(empty / "runs" / run / "metrics.jsonl")[-1]["progress/step"] == 2
     assert f">{name}</text>" in curve.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_the_comparison_is_valid(empty: Path) -> None:
+    grid = ROOT / "examples" / "compare_corrections" / "compare.yaml"
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "compare_corrections.py", grid, "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.endswith("to run")]
+    drawn = re.search(r"runs/(\w+)\{(.+)\}(\w+)", (grid.parent / "run.sh").read_text())
+    assert drawn and {drawn[1] + one + drawn[3] for one in drawn[2].split(",")} <= {*listed}
