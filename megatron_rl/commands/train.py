@@ -79,10 +79,10 @@ def _train(options: argparse.Namespace) -> int:
     if on == "own":
         on = own(options.recipe, options.overrides)
     edits = list(changes(options.recipe, options.overrides))
-    plan_run(config, found, on, edits, options.ranks)
+    status = plan_run(config, found, on, edits, options.ranks)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
-    return 0
+    return status
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -99,8 +99,10 @@ def plan_run(
     on: str | None,
     changed: Sequence[str] = (),
     ranks: str = "local",
-) -> None:
-    """Print the plan of a run, on this machine or a named one. `changed`: overrides of the base."""
+) -> int:
+    """Print the plan of a run, on this machine or a named one; return 1 if data that should be here
+    was not read. `changed`: overrides of the base.
+    """
     from megatron_rl.preflight import downloads
     from megatron_rl.preflight.machine import named
 
@@ -124,6 +126,10 @@ def plan_run(
         if summary
         else "checked: nothing prevents the run"
     )
+    if on or checked.data:
+        return 0
+    print("the data was not checked: see the last note")
+    return 1
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:

@@ -90,7 +90,7 @@ def outstanding(config: Config) -> list[Download]:
 def fetch(downloads: Sequence[Download], say: Callable[[str], None]) -> None:
     """Report each size, then download."""
     for one in downloads:
-        say(f"{one}, into {hub.cache()}")
+        say(f"{one}, into {hub.cache()}; complete files are kept if it is interrupted")
         with naming(one.reference.key):
             hub.download(one.reference.id, one.reference.patterns)
 
