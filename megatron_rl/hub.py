@@ -201,9 +201,7 @@ def _refusal(one: HubId, error: BaseException) -> HubError:
             "a higher limit"
         )
     if status:
-        return HubUnreachable(
-            f"{where} answered with status {status} for {one}; try again later"
-        )
+        return HubUnreachable(f"{where} answered with status {status} for {one}; try again later")
     if isinstance(error, OSError) and error.errno:
         return HubError(
             f"{one} cannot be written to the cache {constants.HF_HUB_CACHE} ({error.strerror}); "

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
         "--explain", metavar="KEY", help="show a key's meaning, value, source and choices"
     )
     train.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the plan, write nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the plan, write nothing; status 1: the data was not checked",
     )
     train.add_argument(
         "--on",
