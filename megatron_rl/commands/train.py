@@ -117,10 +117,12 @@ def plan_run(
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         try:
+            if hub.parse(config.model.path) and not config.model.folder.is_dir():
+                raise downloads.Unreachable("the tokenizer is not here")
             config = downloads.with_data(config, network=ranks == "local")
             checked = _check_place(config, checked, dry=True)
         except downloads.Unreachable as error:
-            note = f"the data is not checked, as it is not here: {error}"
+            note = f"the data is not checked: {error}"
             checked = replace(checked, notes=(*checked.notes, note))
     summary = app("planner.summary")
     print(
@@ -238,9 +240,6 @@ def _check_place(config: Config, checked: Checked, dry: bool = False) -> Checked
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.tracking.run_dir import RunDirectoryUsed, check_run_dir
 
-    if dry and hub.parse(config.model.path) and not config.model.folder.is_dir():
-        note = "the data is not checked, as the tokenizer is not here"
-        return replace(checked, notes=(*checked.notes, note))
     notes, asked, about = check_datasets(config)
     run = config.run
 

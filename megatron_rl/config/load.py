@@ -84,10 +84,7 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
     for key in dict.fromkeys((*new, *old)):
         if new.get(key) != old.get(key):
             where = by[key][-1][0] if key in by else "its default"
-            if where == own:
-                where = ""
-            else:
-                where = f" ({where.removesuffix(f', named in {own}')})"
+            where = "" if where == own else f" ({where.removesuffix(f', named in {own}')})"
             was = write_line(old[key]) if key in old else "unset"
             yield f"{key} {write_line(new.get(key))}, was {was}{where}"
     trained = [where for where, _ in by.get("data.train", ())]

@@ -5,6 +5,7 @@ translated recipe are then fitted to each other.
 """
 
 import re
+from pathlib import Path
 
 from megatron_rl import hub
 from megatron_rl.apps.translation.layout import Accounts, Values, layout, ranks
@@ -143,7 +144,7 @@ def _model(values: Values, accounts: Accounts) -> None:
     path = values.get("=model")
     if path is None:
         return
-    name = str(path).rstrip("/").rsplit("/", 1)[-1]
+    name = Path(str(path)).name
     presets = {one.stem.lower(): one.stem for one in (CONF / "model").glob("*.yaml")}
     if name.lower() in presets:
         values["model"] = presets[name.lower()]
@@ -161,7 +162,7 @@ def _local(path: str, folder: str, accounts: Accounts) -> str:
         or re.search(r"\.\w{4,7}$", path)
     ):
         return path
-    name = path.rsplit("/", 1)[-1]
+    name = Path(path).name
     accounts.note("name_there", path=path, folder=folder, name=name)
     return f"{folder}/{name}"
 
