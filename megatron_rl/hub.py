@@ -201,10 +201,7 @@ def _refusal(one: HubId, error: BaseException) -> HubError:
             "a higher limit"
         )
     if status:
-        return HubUnreachable(
-            f"{where} answered with status {status} for {one}; start again later, complete files "
-            "are kept"
-        )
+        return HubUnreachable(f"{where} answered with status {status} for {one}; try again later")
     if isinstance(error, OSError) and error.errno:
         return HubError(
             f"{one} cannot be written to the cache {constants.HF_HUB_CACHE} ({error.strerror}); "
@@ -212,6 +209,6 @@ def _refusal(one: HubId, error: BaseException) -> HubError:
         )
     reason = str(error).partition("\n")[0] or type(error).__name__
     return HubUnreachable(
-        f"{one} was not received from {where} ({reason}); start again, complete files are kept. "
+        f"{one} was not received from {where} ({reason}); try again. "
         "Without a network, run `megatron-rl fetch RECIPE` where there is one"
     )

@@ -137,12 +137,12 @@ WRONG = {
     ),
     "rate": (NAME, Fault("GET /api/models", status=429), "limits the rate.*later"),
     "down": (NAME, Fault("GET /api/models", status=503), "answered with status 503.*later"),
-    "down in the middle": (NAME, Fault("GET /cdn/", 9, status=503), "status 503.*are kept"),
+    "down in the middle": (NAME, Fault("GET /cdn/", 9, status=503), "status 503.*later"),
     # a file of the list that the hub does not have
     "file": (
         NAME,
         Fault("(GET|HEAD) /org/small/resolve", 9, 404, headers={"X-Error-Code": "EntryNotFound"}),
-        "status 404.*are kept",
+        "status 404.*later",
     ),
     "refused": (NAME, Fault("(GET|HEAD) /org/small/resolve", 9, 403), "status 403.*HF_TOKEN"),
     "rate in the middle": (NAME, Fault("GET /cdn/", 99, 429), "limits the rate.*later"),
@@ -152,7 +152,7 @@ WRONG = {
     "pointer": (
         NAME,
         Fault("GET /cdn/", 9, content=b"version https://git-lfs.github.com/spec/v1\n"),
-        "was not received.*start again",
+        "was not received.*try again",
     ),
 }
 

@@ -194,6 +194,7 @@ def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.Mo
         assert [score.reward for score in pool.score([Task({"answer": "1"}, "1")])] == [0.5]
         pool.close()
     assert "No module named 'beside_recipe'" in command.refused("reward.name=beside_recipe:right")
+    command("plan", "mine.yaml", "reward.name=beside_recipe:right")  # calls no reward
 
 
 MISTAKES = {
