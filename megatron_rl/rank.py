@@ -21,6 +21,7 @@ from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
+from megatron_rl.rewards.user_process import StartTimeout
 from megatron_rl.supervision.attempts import REFUSED
 from megatron_rl.supervision.watch import RankHangDetector
 from megatron_rl.tracking.causes import write_end
@@ -42,7 +43,7 @@ def main(run_dir: Path, parent: int) -> None:
         run_rank(config, run_dir)
     except ConfigError as error:  # its text is meant for the user; a traceback would add nothing
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(1 if isinstance(error, StartTimeout) else REFUSED)
 
 
 def run_rank(config: Config, run_dir: Path) -> None:
