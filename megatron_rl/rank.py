@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
@@ -43,7 +44,17 @@ def main(run_dir: Path, parent: int) -> None:
         run_rank(config, run_dir)
     except ConfigError as error:  # its text is meant for the user; a traceback would add nothing
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, StartTimeout) else REFUSED)
+        _leave(1 if isinstance(error, StartTimeout) else REFUSED)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """End a failed rank at once: the interpreter's own end takes minutes on a busy machine."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run_rank(config: Config, run_dir: Path) -> None:

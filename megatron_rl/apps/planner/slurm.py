@@ -16,12 +16,15 @@ from megatron_rl.apps.planner.case import Case
 from megatron_rl.apps.planner.memory.engine import GIB
 from megatron_rl.apps.planner.plan import Plan, plan
 from megatron_rl.config import ConfigError, cluster, read
+from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.schema import Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
 
 LONGEST_JOB_S = 24 * 3600
+SHORTEST_JOB_MINUTES = 60
+WARNING_S = 300  # before its end a job gets USR1: `--signal` in slurm/*.sbatch
 SPARE = 1.25  # of the planned time, and of the planned memory
 CORES = 8  # of a task
 
@@ -112,14 +115,20 @@ def _memory(made: Plan) -> str:
 
 
 def _seconds(made: Plan) -> float:
-    if made.time:
-        return made.time.step * made.case.config.run.steps * SPARE
-    return LONGEST_JOB_S
+    """Return the duration of a run; an evaluation is taken to be as long as a rollout."""
+    if not made.time:
+        return LONGEST_JOB_S
+    config = made.case.config
+    evaluations = 0.0
+    if config.eval.every and held_out(config):
+        evaluations = (config.run.steps / config.eval.every + 2) * made.time.rollout
+    working = made.time.step * config.run.steps + evaluations
+    return working * SPARE + config.sampler.start_timeout_s + WARNING_S
 
 
 def _clock(seconds: float) -> str:
-    """Time limit as Slurm reads it, at most that of the longest job."""
-    minutes = min(max(int(seconds // 60) + 1, 10), LONGEST_JOB_S // 60)
+    """Time limit as Slurm reads it: quarters of an hour, at most that of the longest job."""
+    minutes = min(max(ceil(seconds / 900) * 15, SHORTEST_JOB_MINUTES), LONGEST_JOB_S // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
