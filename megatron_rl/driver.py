@@ -87,11 +87,10 @@ class Driver:
         try:
             self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.run.path))
             after = recorder.run.resumes_after
-            if after is None:
-                path = None
-            else:
+            self.resumes = None
+            if after is not None:
                 path = checkpoints.path_of(recorder.run.checkpoints, after)
-            self.resumes = checkpoints.read(path) if path else None
+                self.resumes = checkpoints.read(path)
             self._saves = SaveSchedule(config.checkpoint, self.resumes)
             self._open(run_dir)
         except BaseException as error:
@@ -101,7 +100,7 @@ class Driver:
     def _open(self, run_dir: Path) -> None:
         heartbeat.between("start: reading data")
         config = self._config
-        folder = self._config.model.folder
+        folder = config.model.folder
         tokenizer = FolderTokenizer(folder)
         train = load_dataset(
             "train",
@@ -135,13 +134,7 @@ class Driver:
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         self.position = self.resumes.driver.position if self.resumes else 0
         self._sessions = self._open_sessions(tokenizer)
-        self._batches = self._open_batches(
-            PromptOrder(
-                train,
-                config.run.seed,
-                self.position,
-            )
-        )
+        self._batches = self._open_batches(PromptOrder(train, config.run.seed, self.position))
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)

@@ -22,7 +22,6 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
 # in subfolders lie other formats, in consolidated.* the same weights under other names
 IGNORED = {"model": ("*/*", "consolidated*", "*.bin.index.json"), "dataset": ()}
-TIMEOUT_S = 20.0
 # it warns of every repository whose README.md has no metadata
 logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
 
@@ -117,7 +116,7 @@ def list_files(one: HubId) -> Listing:
     with _explained(one):
         api = HfApi()
         ask = api.model_info if one.kind == "model" else api.dataset_info
-        limit_s = max(TIMEOUT_S, constants.HF_HUB_ETAG_TIMEOUT)
+        limit_s = constants.HF_HUB_ETAG_TIMEOUT
         about = ask(one.name, revision=one.revision, files_metadata=True, timeout=limit_s)
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     return Listing(replace(one, revision=about.sha), sizes)

@@ -7,12 +7,12 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
@@ -42,19 +42,17 @@ def main(run_dir: Path, parent: int) -> None:
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
-    except ConfigError as error:  # its text is meant for the user; a traceback would add nothing
-        print(f"error: {error}", file=sys.stderr)
-        _leave(1 if isinstance(error, StartTimeout) else REFUSED)
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        _leave(1)
-
-
-def _leave(status: int) -> NoReturn:
-    """End a failed rank at once: the interpreter's own end takes minutes on a busy machine."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        status = 1
+        if isinstance(error, ConfigError):  # its text is for the user, without a traceback
+            print(f"error: {error}", file=sys.stderr)
+            if not isinstance(error, StartTimeout):
+                status = REFUSED
+        else:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the interpreter's own end takes minutes on a busy machine
 
 
 def run_rank(config: Config, run_dir: Path) -> None:

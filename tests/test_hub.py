@@ -147,7 +147,11 @@ WRONG = {
     ),
     "refused": (NAME, Fault("(GET|HEAD) /org/small/resolve", 9, 403), "status 403.*HF_TOKEN"),
     "rate in the middle": (NAME, Fault("GET /cdn/", 99, 429), "limits the rate.*later"),
-    "cut off in each attempt": (NAME, Fault("GET /cdn/", 99, cut=9), "was not received.*HF_HUB_ETAG_TIMEOUT"),
+    "cut off in each attempt": (
+        NAME,
+        Fault("GET /cdn/", 99, cut=9),
+        "was not received.*HF_HUB_ETAG_TIMEOUT",
+    ),
     "cut off": (NAME, Fault("GET /cdn/", 9, content=b"short"), "size 12582912 but has size 5"),
     # the pointer that Git LFS stores in the place of the file
     "pointer": (

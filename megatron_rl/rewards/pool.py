@@ -179,11 +179,7 @@ class _Worker:
         )
         self._channel = Channel(ours)
         start = {"weights": self._config.weights, "wrong": self._config.wrong}
-        try:
-            first_reply(self._channel, start, LARGEST_REPLY, "reward.name", self._config.name)
-        except ConfigError:
-            self.stop()
-            raise
+        first_reply(self._channel, start, LARGEST_REPLY, "reward.name", self._config.name)
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         """Score in order. A task that a worker died with is judged again: kills change no score."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import build_hf_headers, get_session
 from packaging.requirements import Requirement
 
 from megatron_rl.config import ConfigError
@@ -126,14 +126,11 @@ def hub() -> str:
         return "not used (HF_HUB_OFFLINE is set)"
     name = urlsplit(constants.ENDPOINT).hostname  # without a password
     try:
-        token = get_token()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
         route = f"{constants.ENDPOINT}/api/whoami-v2"
-        status = get_session().get(route, headers=headers, timeout=CONNECT_S).status_code
-        if status >= 500:
-            return f"{name}: answers with status {status}; try again later"
-        tokens = {200: ", token accepted", 401: ", token refused: renew HF_TOKEN"}
-        return f"{name}: reachable{tokens.get(status, '') if token else ''}"
+        response = get_session().get(route, headers=build_hf_headers(), timeout=CONNECT_S)
+        known = {200: ", token accepted", 401: ", token refused" * bool(get_token())}
+        more = known.get(response.status_code, f", but with status {response.status_code}")
+        return f"{name}: reachable{more}"
     except HTTPError as error:
         return f"{name}: {error}; only local models and data can be used"
 

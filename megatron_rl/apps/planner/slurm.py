@@ -35,19 +35,15 @@ def sbatch(recipe: Path, overrides: Sequence[str], made: Plan) -> str:
     roles = made.case.roles
     servers = config.sampler.dedicated_nodes
     seconds = _seconds(made)
-    if config.quantization.format == Format.int8:
-        alone = "slurm/dapo_int8.sbatch"
-    else:
-        alone = "slurm/dapo_fp8.sbatch"
+    kind = "int8" if config.quantization.format == Format.int8 else "fp8"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
-        if all(len(one.split()) == 1 for one in overrides):
-            words = " ".join(overrides)
-        else:
+        words = " ".join(overrides)
+        if len(words.split()) > len(overrides):
             words = "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
-    script = "slurm/dapo_split.sbatch" if servers else alone
-    lines = [f"{given}sbatch {shlex.join(options(made))} {script}"]
+    kind = "split" if servers else kind
+    lines = [f"{given}sbatch {shlex.join(options(made))} slurm/dapo_{kind}.sbatch"]
     if seconds > LONGEST_JOB_S:
         lines.append(
             f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the "
@@ -94,12 +90,10 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
         made = plan(Case(config, read_card(config.model.folder), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
-        if config.sampler.dedicated_nodes:
-            other = "slurm/dapo_split.sbatch"
-        else:
-            other = "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
+        other = "split" if config.sampler.dedicated_nodes else "int8.sbatch or dapo_fp8"
         problems.append(
-            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit {other}"
+            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit "
+            f"slurm/dapo_{other}.sbatch"
         )
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -119,10 +113,9 @@ def _seconds(made: Plan) -> float:
     if not made.time:
         return LONGEST_JOB_S
     config = made.case.config
-    evaluations = 0.0
+    working = made.time.step * config.run.steps
     if config.eval.every and held_out(config):
-        evaluations = (config.run.steps / config.eval.every + 2) * made.time.rollout
-    working = made.time.step * config.run.steps + evaluations
+        working += (config.run.steps / config.eval.every + 2) * made.time.rollout
     return working * SPARE + config.sampler.start_timeout_s + WARNING_S
 
 

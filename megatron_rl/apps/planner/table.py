@@ -71,12 +71,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Duration with a digit, or in ms, where it is short."""
-    if seconds >= 10 or not seconds:
-        return duration(seconds)
-    if seconds >= 0.1:
-        return f"{seconds:.1f}s"
-    return f"{seconds * 1e3:.0f}ms"
+    """Duration; two digits where it is short."""
+    return f"{seconds:.2g}s" if 0 < seconds < 10 else duration(seconds)
 
 
 def _memory(memory: Memory) -> list[str]:
