@@ -114,7 +114,9 @@ def test_what_is_queued(site: Site) -> None:
     secret = {"WANDB_API_KEY": "canary-71b2", "SBATCH_ACCOUNT": "lab"}
     done = site.run("slurm/submit", "--dry-run", "slurm/dapo_int8.sbatch", *words, **secret)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("check passed: mine.yaml run={name: half, seed: 3}\n  sbatch --job")
+    assert done.stdout.startswith(
+        "check passed: mine.yaml run={name: half, seed: 3}\n  sbatch --job"
+    )
     assert not site.calls()
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", *words, **secret)
     assert done.returncode == 0, done.stderr
