@@ -201,7 +201,10 @@ MISTAKES = {
     "a syntax error": ("def right(row:\n", "SyntaxError: "),
     "an exception": ("raise RuntimeError('no licence')\n", "RuntimeError: no licence"),
     "sys.exit": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
-    "the end of the process": ("import os; os._exit(0)\n", "the reward worker died at its start"),
+    "the end of the process": (
+        "import os; os._exit(0)\n",
+        "the process for wrong:right died at its start",
+    ),
     "two parameters": (
         "def right(row, response): ...\n",
         "is called as (row, answer_key, response)",
