@@ -179,7 +179,11 @@ class _Worker:
         )
         self._channel = Channel(ours)
         start = {"weights": self._config.weights, "wrong": self._config.wrong}
-        first_reply(self._channel, start, LARGEST_REPLY, "reward.name", self._config.name)
+        try:
+            first_reply(self._channel, start, LARGEST_REPLY, "reward.name", self._config.name)
+        except ConfigError:
+            self.stop()
+            raise
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         """Score in order. A task that a worker died with is judged again: kills change no score."""
