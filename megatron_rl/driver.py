@@ -30,6 +30,7 @@ from megatron_rl.logs import logger
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
+from megatron_rl.processes import heartbeat
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.async_batches import AsyncBatches, Gate, SyncBatches
 from megatron_rl.rollout.collect import (
@@ -87,20 +88,20 @@ class Driver:
         try:
             self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.run.path))
             after = recorder.run.resumes_after
-            if after is None:
-                path = None
-            else:
+            self.resumes = None
+            if after is not None:
                 path = checkpoints.path_of(recorder.run.checkpoints, after)
-            self.resumes = checkpoints.read(path) if path else None
+                self.resumes = checkpoints.read(path)
             self._saves = SaveSchedule(config.checkpoint, self.resumes)
             self._open(run_dir)
         except BaseException as error:
-            self._stack.__exit__(type(error), error, error.__traceback__)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _open(self, run_dir: Path) -> None:
+        heartbeat.between("start: reading data")
         config = self._config
-        folder = self._config.model.folder
+        folder = config.model.folder
         tokenizer = FolderTokenizer(folder)
         train = load_dataset(
             "train",
@@ -123,7 +124,9 @@ class Driver:
         after_all = self._stack.enter_context(ExitStack())
         rewards = RewardPool(config.reward, config.run.variables)
         self._stack.callback(rewards.close)
+        heartbeat.between("start: starting reward workers")
         rewards.start()
+        heartbeat.between("start: starting engines")
         self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
         self.sampler = Sampler(EngineSettings.from_config(config), folder, log_dir)
@@ -132,13 +135,7 @@ class Driver:
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         self.position = self.resumes.driver.position if self.resumes else 0
         self._sessions = self._open_sessions(tokenizer)
-        self._batches = self._open_batches(
-            PromptOrder(
-                train,
-                config.run.seed,
-                self.position,
-            )
-        )
+        self._batches = self._open_batches(PromptOrder(train, config.run.seed, self.position))
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
@@ -366,4 +363,5 @@ class Driver:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        heartbeat.between("end: closing engines and reward workers")
         self._stack.__exit__(*error)

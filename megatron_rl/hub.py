@@ -5,7 +5,9 @@ huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Only it
 import it, since few commands need it.
 """
 
+import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +22,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHTS = ("*.safetensors",)
 # in subfolders lie other formats, in consolidated.* the same weights under other names
 IGNORED = {"model": ("*/*", "consolidated*", "*.bin.index.json"), "dataset": ()}
-TIMEOUT_S = 20.0
+# it warns of every repository whose README.md has no metadata
+logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
 
 
 class HubError(ValueError):
@@ -108,12 +111,13 @@ def in_words(sizes: Collection[int]) -> str:
 
 def list_files(one: HubId) -> Listing:
     """Ask the hub for the commit of a revision, and for its files."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     with _explained(one):
         api = HfApi()
         ask = api.model_info if one.kind == "model" else api.dataset_info
-        about = ask(one.name, revision=one.revision, files_metadata=True, timeout=TIMEOUT_S)
+        limit_s = constants.HF_HUB_ETAG_TIMEOUT
+        about = ask(one.name, revision=one.revision, files_metadata=True, timeout=limit_s)
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     return Listing(replace(one, revision=about.sha), sizes)
 
@@ -124,8 +128,11 @@ def download(one: HubId, patterns: Sequence[str]) -> Path:
     A lost connection continues where it was lost. A file gets its name when it is complete. If the
     hub does not answer, files in the cache are used.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()
     try:
         with _explained(one):
             return Path(snapshot_download(**_arguments(one, patterns)))
@@ -201,10 +208,7 @@ def _refusal(one: HubId, error: BaseException) -> HubError:
             "a higher limit"
         )
     if status:
-        return HubUnreachable(
-            f"{where} answered with status {status} for {one}; start again later, complete files "
-            "are kept"
-        )
+        return HubUnreachable(f"{where} answered with status {status} for {one}; try again later")
     if isinstance(error, OSError) and error.errno:
         return HubError(
             f"{one} cannot be written to the cache {constants.HF_HUB_CACHE} ({error.strerror}); "
@@ -212,6 +216,7 @@ def _refusal(one: HubId, error: BaseException) -> HubError:
         )
     reason = str(error).partition("\n")[0] or type(error).__name__
     return HubUnreachable(
-        f"{one} was not received from {where} ({reason}); start again, complete files are kept. "
+        f"{one} was not received from {where} ({reason}); try again. "
+        "On a slow network raise HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT (10 seconds). "
         "Without a network, run `megatron-rl fetch RECIPE` where there is one"
     )

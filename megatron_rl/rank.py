@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.heartbeat import Heartbeat
+from megatron_rl.rewards.user_process import StartTimeout
 from megatron_rl.supervision.attempts import REFUSED
 from megatron_rl.supervision.watch import RankHangDetector
 from megatron_rl.tracking.causes import write_end
@@ -40,9 +42,17 @@ def main(run_dir: Path, parent: int) -> None:
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
-    except ConfigError as error:  # its text is meant for the user; a traceback would add nothing
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
+    except Exception as error:
+        status = 1
+        if isinstance(error, ConfigError):  # its text is for the user, without a traceback
+            print(f"error: {error}", file=sys.stderr)
+            if not isinstance(error, StartTimeout):
+                status = REFUSED
+        else:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the interpreter's own end takes minutes on a busy machine
 
 
 def run_rank(config: Config, run_dir: Path) -> None:

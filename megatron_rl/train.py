@@ -31,6 +31,7 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.logs import logger
 from megatron_rl.loss.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.models.model import Model
+from megatron_rl.processes import heartbeat
 from megatron_rl.rank0 import Rank0
 from megatron_rl.rollout_correction.estimates import learner_reward
 from megatron_rl.step import CorrectedBatch
@@ -66,6 +67,7 @@ def train(
         dump_on_oom(run_dir / "dumps", rank),
     ):
         driver_closed.callback(on_driver_closed)
+        heartbeat.between("start: loading the model")
         enable_expandable_segments(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(model, config, run_dir / "dumps")

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
         "--explain", metavar="KEY", help="show a key's meaning, value, source and choices"
     )
     train.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the plan, write nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the plan, write nothing; status 1: the data was not checked",
     )
     train.add_argument(
         "--on",
@@ -79,10 +81,10 @@ def _train(options: argparse.Namespace) -> int:
     if on == "own":
         on = own(options.recipe, options.overrides)
     edits = list(changes(options.recipe, options.overrides))
-    plan_run(config, found, on, edits, options.ranks)
+    status = plan_run(config, found, on, edits, options.ranks)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
-    return 0
+    return status
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -99,8 +101,10 @@ def plan_run(
     on: str | None,
     changed: Sequence[str] = (),
     ranks: str = "local",
-) -> None:
-    """Print the plan of a run, on this machine or a named one. `changed`: overrides of the base."""
+) -> int:
+    """Print the plan of a run, on this machine or a named one; return 1 if data that should be here
+    was not read. `changed`: overrides of the base.
+    """
     from megatron_rl.preflight import downloads
     from megatron_rl.preflight.machine import named
 
@@ -113,10 +117,12 @@ def plan_run(
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         try:
+            if hub.parse(config.model.path) and not config.model.folder.is_dir():
+                raise downloads.Unreachable("the tokenizer is not here")
             config = downloads.with_data(config, network=ranks == "local")
             checked = _check_place(config, checked, dry=True)
         except downloads.Unreachable as error:
-            note = f"the data is not checked, as it is not here: {error}"
+            note = f"the data is not checked: {error}"
             checked = replace(checked, notes=(*checked.notes, note))
     summary = app("planner.summary")
     print(
@@ -124,6 +130,10 @@ def plan_run(
         if summary
         else "checked: nothing prevents the run"
     )
+    if on or checked.data:
+        return 0
+    print("the data was not checked: see the last note")
+    return 1
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
@@ -230,9 +240,6 @@ def _check_place(config: Config, checked: Checked, dry: bool = False) -> Checked
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.tracking.run_dir import RunDirectoryUsed, check_run_dir
 
-    if dry and hub.parse(config.model.path) and not config.model.folder.is_dir():
-        note = "the data is not checked, as the tokenizer is not here"
-        return replace(checked, notes=(*checked.notes, note))
     notes, asked, about = check_datasets(config)
     run = config.run
 

@@ -72,7 +72,7 @@ def _whole_keys() -> set[str]:
 
 def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
     """Yield the changes of a recipe and overrides to its base, key by key, with their origin if it
-    is not the recipe's file.
+    is not the recipe's file; then the keys of `data` from a layer whose data.train is replaced.
     """
     whole = layers.of_recipe(recipe, overrides)
     by = sources(recipe, overrides)
@@ -84,12 +84,14 @@ def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
     for key in dict.fromkeys((*new, *old)):
         if new.get(key) != old.get(key):
             where = by[key][-1][0] if key in by else "its default"
-            if where == own:
-                where = ""
-            else:
-                where = f" ({where.removesuffix(f', named in {own}')})"
+            where = "" if where == own else f" ({where.removesuffix(f', named in {own}')})"
             was = write_line(old[key]) if key in old else "unset"
             yield f"{key} {write_line(new.get(key))}, was {was}{where}"
+    trained = [where for where, _ in by.get("data.train", ())]
+    for key, settings in by.items():
+        where, value = settings[-1]
+        if key.startswith("data.") and where in trained and where != trained[-1]:
+            yield f"{key} {write_line(value)}, which {where} sets for its own data.train"
 
 
 def flat(config: Config) -> Settings:

@@ -53,7 +53,6 @@ class ForkServerLost(EnvironmentFailed):
 class _About(msgspec.Struct):
     agent: bool = False
     tools: list[dict[str, Any]] = []
-    error: str | None = None
 
 
 class _EnvironmentReply(msgspec.Struct):
@@ -206,13 +205,14 @@ class EnvironmentPool:
             self._fork_server = fork_server
             self._control = control
             start = {"name": self._config.name, "settings": self._config.settings}
-            died = "its process died at its start"
-            self.about = msgspec.convert(
-                first_reply(Channel(control), start, LARGEST_REPLY, died), _About
-            )
-            if self.about.error is not None:
+            try:
+                reply = first_reply(
+                    Channel(control), start, LARGEST_REPLY, "environment.name", self._config.name
+                )
+            except ConfigError:
                 self._end_fork_server(fork_server)
-                raise ConfigError(f"environment.name: {self.about.error}")
+                raise
+            self.about = msgspec.convert(reply, _About)
             control.settimeout(GRACE_S)
             return fork_server, control
 

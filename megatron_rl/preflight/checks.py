@@ -53,7 +53,7 @@ def check(
     facts, problems = _facts(config, on)
     if not here and "machine" in facts:
         facts["machine"] = replace(facts["machine"], nodes=0)
-    problems = [*found, *problems, *findings(RULES, facts)]
+    problems = [*found, *problems, *findings((*RULES, *USER_CODE), facts)]
     absent = list(findings(ABSENT, facts))
     if on is None:
         problems += [each.error for each in absent if each.error]
@@ -70,7 +70,9 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
-    """Return every problem of a recipe. `complete`: its files have to exist, as for a job."""
+    """Return the problems of a recipe that show without a call of the user's code. `complete`: its
+    files have to exist, as for a job.
+    """
     facts, found = _facts(config, on, cards=True)
     if complete:
         found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]
@@ -265,9 +267,6 @@ RULES: tuple[Rule, ...] = (
     learner_fp8,
     stop_metric,
     best_metric,
-    reward_function,
-    environment,
-    set_rewards,
     *engine.RULES,
     *files.MODEL_RULES,
     roles.ranks,
@@ -276,6 +275,8 @@ RULES: tuple[Rule, ...] = (
     roles.reach,
     files.unnamed_data,
 )
+# they call the user's code, in a process of its own
+USER_CODE: tuple[Rule, ...] = (reward_function, environment, set_rewards)
 ALONE: tuple[Rule, ...] = (
     unquantized,
     context,

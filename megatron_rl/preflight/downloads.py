@@ -90,7 +90,7 @@ def outstanding(config: Config) -> list[Download]:
 def fetch(downloads: Sequence[Download], say: Callable[[str], None]) -> None:
     """Report each size, then download."""
     for one in downloads:
-        say(f"{one}, into {hub.cache()}")
+        say(f"{one}, into {hub.cache()}; complete files are kept if it is interrupted")
         with naming(one.reference.key):
             hub.download(one.reference.id, one.reference.patterns)
 
@@ -112,13 +112,13 @@ def preview(config: Config) -> tuple[Config, list[str]]:
     data = hub_sets.missing_in(config)
     try:
         config = with_small_files(config)
-        return config, [*map(str, outstanding(config)), *data]
+        models = list(map(str, outstanding(config)))
     except Unreachable as error:
         config = _with_recorded_model(config)
-        model = [
+        models = [
             f"{one}; sizes unknown: {str(error).partition(': ')[2]}" for one in references(config)
         ]
-        return config, [*model, *data]
+    return config, models + data
 
 
 def _with_recorded_model(config: Config) -> Config:

@@ -208,8 +208,14 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
+def unread_score(reward: schema.RewardSection) -> Iterator[str]:
+    if reward.wrong and not set(reward.weights) & set(schema.VERIFIERS):
+        yield f"reward.wrong={reward.wrong:g} is not used: {reward.name} returns its own scores"
+
+
 RULES = (
     unreachable_stop,
+    unread_score,
     unseen_steps,
     unusual_clip,
     low_of_calibrated,

@@ -21,7 +21,7 @@ from megatron_rl.processes.process import birth_of
 
 FOLDER = "heartbeat"  # below the run's logs
 BEAT_S = 3.0
-START = "start"
+START = "start: imports"
 BETWEEN = "between phases"
 
 
@@ -45,7 +45,7 @@ class Activity:
         self._waits: dict[bool, JsonObject | None] = {True: None, False: None}
         self._delegated = False
         self._phases: list[str] = []
-        self._outside = START
+        self.outside = START  # what this process does outside of phases
         self._owned: list[tuple[str, Process]] = []
         self._owning = threading.Lock()
 
@@ -56,7 +56,7 @@ class Activity:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._phases.append(name)
-        self._outside = BETWEEN
+        self.outside = BETWEEN
         self.entered += 1
         self.mark()
         try:
@@ -64,6 +64,11 @@ class Activity:
         finally:
             self._phases.pop()
             self.mark()
+
+    def between(self, what: str) -> None:
+        """Name what follows, outside of phases, up to the next phase."""
+        self.outside = what
+        self.mark()
 
     @contextmanager
     def waiting(self, whom: str, limit_s: float) -> Iterator[None]:
@@ -101,7 +106,7 @@ class Activity:
 
     def as_fields(self) -> JsonObject:
         return {
-            "phase": self._phases[-1] if self._phases else self._outside,
+            "phase": self._phases[-1] if self._phases else self.outside,
             "entered": self.entered,
             "progress": self.progress,
             "waits": self._waits[not self._delegated],
@@ -112,6 +117,7 @@ class Activity:
 ACTIVITY = Activity()
 mark = ACTIVITY.mark
 phase = ACTIVITY.phase
+between = ACTIVITY.between
 waiting = ACTIVITY.waiting
 own = ACTIVITY.own
 delegate_wait = ACTIVITY.delegate_wait

@@ -179,12 +179,11 @@ class _Worker:
         )
         self._channel = Channel(ours)
         start = {"weights": self._config.weights, "wrong": self._config.wrong}
-        reply = first_reply(
-            self._channel, start, LARGEST_REPLY, "the reward worker died at its start"
-        )
-        if "error" in reply:
+        try:
+            first_reply(self._channel, start, LARGEST_REPLY, "reward.name", self._config.name)
+        except ConfigError:
             self.stop()
-            raise ConfigError(f"reward.name: {reply['error']}")
+            raise
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         """Score in order. A task that a worker died with is judged again: kills change no score."""

@@ -13,16 +13,23 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.config import ConfigError
 from megatron_rl.processes import heartbeat
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import for_the_driver_alone
 from megatron_rl.rewards.functions import places
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0  # a busy machine, and imports from a cold shared file system
 MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
 MOST_BYTES = 1 << 20  # that the workers of a pool print into the run's log, all together
 LOG_ENDS = f"\nuser code has printed {MOST_BYTES >> 20} MiB: what it prints from here on is left out\n".encode()
 LOG_CHUNK = 64 << 10
+
+
+class StartTimeout(ConfigError):
+    """User code that was not imported in time; another start may succeed."""
+
+    hint = "Start the run again when the machine is less busy, or import less in the file."
 
 
 def user_process(
@@ -51,19 +58,25 @@ def user_process(
 
 
 def first_reply(
-    channel: Channel, start: Mapping[str, Any], largest: int, died: str
+    channel: Channel, start: Mapping[str, Any], largest: int, key: str, name: str | None
 ) -> dict[str, Any]:
-    """First reply of such a process, once the user's module is imported; `error` if it failed."""
+    """Return the first reply of the process for `name`, once the user's module is imported."""
     path = [os.getcwd(), *filter(None, sys.path), *places()]
     try:
         channel.send(
             {**start, "path": path, "memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S
         )
-        return msgspec.convert(channel.receive(START_TIMEOUT_S, largest), dict[str, Any])
+        reply = msgspec.convert(channel.receive(START_TIMEOUT_S, largest), dict[str, Any])
     except TimeoutError:
-        return {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
+        raise StartTimeout(
+            f"{key}: the process for {name} did not start within {START_TIMEOUT_S:g} s: the "
+            "machine is busy, or importing the file takes that long"
+        ) from None
     except (ChannelClosed, msgspec.DecodeError):
-        return {"error": died}
+        reply = {"error": f"the process for {name} died at its start"}
+    if reply.get("error"):
+        raise ConfigError(f"{key}: {reply['error']}")
+    return reply
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:

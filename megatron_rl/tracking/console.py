@@ -23,7 +23,7 @@ from rich.text import Text
 
 from megatron_rl.files import last_lines
 from megatron_rl.logs import logger
-from megatron_rl.processes.heartbeat import BETWEEN, START
+from megatron_rl.processes.heartbeat import ACTIVITY
 from megatron_rl.processes.process import printable
 from megatron_rl.tracking.metrics import accuracies
 from megatron_rl.tracking.metrics_file import MISMATCH
@@ -224,7 +224,7 @@ class LiveDisplay:
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
-        self._doing = START
+        self._doing: str | None = None  # the phase
         self._since = time.monotonic()
         self._spinner = Spinner("dots")
         self._live = Live(
@@ -233,7 +233,7 @@ class LiveDisplay:
         self._live.start()
 
     def phase(self, name: str | None) -> None:
-        self._doing = name or (BETWEEN if self._step is not None else START)
+        self._doing = name
         self._since = time.monotonic()
 
     def step(self, step: int, metrics: Metrics, eta_s: float | None) -> None:
@@ -274,11 +274,12 @@ class LiveDisplay:
 
     def _at(self) -> str:
         """The present phase, and for how long."""
+        doing = self._doing or ACTIVITY.outside
         seconds = int(time.monotonic() - self._since)
         if seconds < QUIET_S:
-            return self._doing
+            return doing
         said = said_by_engines(self._logs) if self._step is None else ""
-        return f"{self._doing}, {duration(seconds)}{said}"
+        return f"{doing}, {duration(seconds)}{said}"
 
 
 Display = PlainDisplay | LiveDisplay

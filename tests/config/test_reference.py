@@ -135,6 +135,12 @@ def test_what_a_recipe_changes_of_its_base(recipe: Path) -> None:
     ]
     assert said[0].endswith("(the command line)")
     assert said[1] == "optim.lr 0.002, was 0.001"  # by the recipe's own file
+    said = list(changes(recipe, ["data=dapo_math", "data.train=a.jsonl", "data.eval=b.jsonl"]))
+    preset = "conf/data/dapo_math.yaml, named in the command line"
+    assert [line for line in said if "for its own" in line] == [
+        f"data.{key}, which {preset} sets for its own data.train"
+        for key in ("answer_format solution", "chat_template_kwargs {}", "long_prompts drop")
+    ]
 
 
 def test_names_of_other_projects_lead_to_keys_that_there_are(recipe: Path) -> None:

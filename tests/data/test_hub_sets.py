@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,10 +200,13 @@ def test_other_formats_become_arrow_files(
 
 
 def test_a_process_finds_splits_and_converts_rows_once(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = b"prompt,answer\n1+1?,2\n"
-    hub.add("org/once", {"train.csv": rows, "test.csv": rows * 2}, "dataset")
+    hub.add(
+        "org/once", {"train.csv": rows, "test.csv": rows * 2, "README.md": b"# Sums\n"}, "dataset"
+    )
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
     built: list[str] = []
     build = datasets.load_dataset_builder
 
@@ -219,7 +223,8 @@ def test_a_process_finds_splits_and_converts_rows_once(
         for key, path in (("data.train", data.train), ("data.eval", data.eval)):
             assert len(read_rows(key, Path(path))) > 0
             files += parse(path).files(key)
-    assert sorted(hub.fetched()) == ["test.csv", "train.csv"]
+    assert sorted(hub.fetched()) == ["README.md", "test.csv", "train.csv"]
+    assert "metadata block" not in caplog.text
     assert len(built) == 3  # the splits, and each split's rows
     before = [file.stat().st_mtime_ns for file in files]
     hub_sets._converted.cache_clear()  # as in the next process

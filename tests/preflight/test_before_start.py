@@ -61,7 +61,8 @@ def test_a_reward_that_judges_nothing(
 def test_one_row_that_a_reward_can_judge_is_enough(place: Path, command: Command) -> None:
     """Each is asked about its own answer."""
     reward(place, "return 1 / (response == row['answer'] == '2')")
-    command.dry_run(*rows(place, *"123"), *REWARD)
+    said = command.dry_run(*rows(place, *"123"), *REWARD, "reward.wrong=-1")
+    assert "reward.wrong=-1 is not used: own.py:reward returns its own scores" in said
     assert "ZeroDivisionError" in command.refused(*rows(place, *"113"), *REWARD)
 
 

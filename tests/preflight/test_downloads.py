@@ -13,6 +13,7 @@ import pytest
 from helpers import Command, refusal
 from hub_server import Fault, HubServer, hub_server, use, write_weights
 
+from megatron_rl import cli
 from megatron_rl.config import load
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.data.toy import write_toy
@@ -50,7 +51,9 @@ def test_a_dry_run_names_what_a_start_downloads(server: HubServer, command: Comm
     assert not weights_moved(server)
 
 
-def test_without_the_hub_a_dry_run_plans_from_the_card(server: HubServer, command: Command) -> None:
+def test_without_the_hub_a_dry_run_plans_from_the_card(
+    server: HubServer, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.close()
     said = command.dry_run("--on", "own", recipe=RECIPE)
     assert (
@@ -58,8 +61,12 @@ def test_without_the_hub_a_dry_run_plans_from_the_card(server: HubServer, comman
     )
     assert "model      Qwen/Qwen3-0.6B, 596.05M parameters" in said
     small = ("cluster=cpu", "model.path=Qwen/Qwen3-0.6B", "rollout.max_prompt_tokens=9")
-    said = command.dry_run(*small, recipe=RECIPE)
+    capsys.readouterr()
+    assert cli.main(["train", str(RECIPE), "--dry-run", *small]) == 1
+    said = capsys.readouterr().out
     assert "the data is not checked" in said
+    assert said.endswith("the data was not checked: see the last note\n")
+    assert "complete files are kept" not in said
     said = command("train", RECIPE, "--dry-run", *TINY, status=2)
     assert "error: model.path: org/tiny was not received" in said
 

@@ -214,7 +214,7 @@ def test_a_summary_shows_each_edit(command: Command) -> None:
     assert rows["learner"].endswith("(TP4 PP2), bf16")
     assert rows["loss"].startswith("name=ppo clip_low=0.2 clip_high=0.28 ")
     assert "kl_coef=0.001" in rows["loss"]
-    assert rows["optim"].startswith("lr=1e-06 warmup_steps=20 decay=cosine")
+    assert rows["optim"].startswith("lr=1e-06 warmup_steps=80 decay=cosine")
     assert "aime (aime.jsonl x 8)" in rows["eval"]
     assert rows["data"].endswith("BytedTsinghua-SIA/DAPO-Math-17k[train]: not read")
     assert rows["reward"] == "math_dapo"

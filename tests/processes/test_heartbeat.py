@@ -24,7 +24,9 @@ def written(folder: Path) -> dict:
 
 
 def test_phases_waits_and_progress(activity: Activity, tmp_path: Path) -> None:
-    assert written(tmp_path)["phase"] == "start"
+    assert written(tmp_path)["phase"] == "start: imports"
+    activity.between("start: reading data")
+    assert written(tmp_path)["phase"] == "start: reading data"
     with activity.phase("sync"):
         with activity.waiting("engine", 9.0), activity.phase("inner"):
             inner = written(tmp_path)
@@ -39,7 +41,7 @@ def test_phases_waits_and_progress(activity: Activity, tmp_path: Path) -> None:
 def test_without_a_folder_nothing_is_written(activity: Activity, tmp_path: Path) -> None:
     Heartbeat(tmp_path, 0).beat()
     assert not list(tmp_path.iterdir())
-    assert phase_of(tmp_path, 0) == "start"
+    assert phase_of(tmp_path, 0) == "start: imports"
 
 
 def test_processes_are_named_until_they_end(activity: Activity) -> None:

@@ -194,13 +194,17 @@ def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.Mo
         assert [score.reward for score in pool.score([Task({"answer": "1"}, "1")])] == [0.5]
         pool.close()
     assert "No module named 'beside_recipe'" in command.refused("reward.name=beside_recipe:right")
+    command("plan", "mine.yaml", "reward.name=beside_recipe:right")  # calls no reward
 
 
 MISTAKES = {
     "a syntax error": ("def right(row:\n", "SyntaxError: "),
     "an exception": ("raise RuntimeError('no licence')\n", "RuntimeError: no licence"),
     "sys.exit": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
-    "the end of the process": ("import os; os._exit(0)\n", "the reward worker died at its start"),
+    "the end of the process": (
+        "import os; os._exit(0)\n",
+        "the process for wrong:right died at its start",
+    ),
     "two parameters": (
         "def right(row, response): ...\n",
         "is called as (row, answer_key, response)",

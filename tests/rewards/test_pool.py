@@ -376,3 +376,10 @@ def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> N
 def test_a_reward_that_cannot_be_imported_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.name"), started(name):
         pass
+
+
+def test_a_slow_import_is_no_mistake_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_process, "START_TIMEOUT_S", 0.01)
+    said = "reward.name: the process for odd_rewards:by_word did not start within 0.01 s: the "
+    with pytest.raises(user_process.StartTimeout, match=said), started("odd_rewards:by_word"):
+        pass

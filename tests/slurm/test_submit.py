@@ -112,6 +112,12 @@ def test_what_is_queued(site: Site) -> None:
     site.write(MINE, like=read_card("Qwen3-8B"))
     words = ["recipe=mine.yaml", "run={name: half, seed: 3}", "--time=01:00:00"]
     secret = {"WANDB_API_KEY": "canary-71b2", "SBATCH_ACCOUNT": "lab"}
+    done = site.run("slurm/submit", "--dry-run", "slurm/dapo_int8.sbatch", *words, **secret)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "check passed: mine.yaml run={name: half, seed: 3}\n  sbatch --job"
+    )
+    assert not site.calls()
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", *words, **secret)
     assert done.returncode == 0, done.stderr
     ((called, environment),) = site.calls()

@@ -15,6 +15,7 @@ from megatron_rl.config import ConfigError, all_keys
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.rewards.pool import RewardsHang
+from megatron_rl.rewards.user_process import StartTimeout
 from megatron_rl.rollout.collect import RewardError
 from megatron_rl.sampler.client.interface import EngineTimeout, SamplerError
 from megatron_rl.tracking import causes
@@ -32,6 +33,7 @@ HINTED = (
     RewardError,
     RewardsHang,
     SamplerError,
+    StartTimeout,
     SyncMismatch,
     UpdateRefused,
 )

@@ -73,7 +73,7 @@ def _add_plan(commands: Any) -> None:
         help="print the sbatch command, for the repository's folder",
     )
     plan.add_argument(
-        "--replicas", type=int, default=1, help="engines of the planned sync (default: %(default)s)"
+        "--replicas", type=int, help="engines of the planned sync (default: sampler.engines)"
     )
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to estimate sync times")
 

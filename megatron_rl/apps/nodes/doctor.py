@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import build_hf_headers, get_session
 from packaging.requirements import Requirement
 
 from megatron_rl.config import ConfigError
@@ -98,15 +98,17 @@ def cpu() -> str:
 
 def disk() -> str:
     root = Path(Config().run.root).absolute()
+    existing = next(path for path in (root, *root.parents) if path.is_dir())
     folders = {
-        "run.root": next(path for path in (root, *root.parents) if path.is_dir()),
+        "run.root": existing,
         "TMPDIR": Path(tempfile.gettempdir()),
         "sync.dir": SHARED_MEMORY,
     }
     shown = []
     for name, folder in folders.items():
         free = shutil.disk_usage(folder).free >> 20
-        shown.append(f"{name} {folder}: {free:,} MiB free")
+        place = f"{root} (not made yet)" if folder is existing is not root else folder
+        shown.append(f"{name} {place}: {free:,} MiB free")
         if free < LEAST_MIB or not os.access(folder, os.W_OK):
             raise ConfigError(
                 f"{shown[-1]}, expected {LEAST_MIB} in a folder that can be written; free space "
@@ -124,8 +126,11 @@ def hub() -> str:
         return "not used (HF_HUB_OFFLINE is set)"
     name = urlsplit(constants.ENDPOINT).hostname  # without a password
     try:
-        response = get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
-        return f"{name}: reachable (status {response.status_code})"
+        route = f"{constants.ENDPOINT}/api/whoami-v2"
+        response = get_session().get(route, headers=build_hf_headers(), timeout=CONNECT_S)
+        known = {200: ", token accepted", 401: ", token refused" * bool(get_token())}
+        more = known.get(response.status_code, f", but with status {response.status_code}")
+        return f"{name}: reachable{more}"
     except HTTPError as error:
         return f"{name}: {error}; only local models and data can be used"
 

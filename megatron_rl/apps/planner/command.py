@@ -42,7 +42,7 @@ class Request:
     suggest: bool = False
     sbatch: bool = False
     precision: bool = False
-    replicas: int = 1  # sampler engines that a sync goes to
+    replicas: int | None = None  # engines that a sync goes to; None: the recipe's
     link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds
 
 
@@ -66,7 +66,7 @@ def answer(request: Request) -> tuple[str, list[str]]:
         return "", list(dict.fromkeys([*sizes, *problems]))
     if case and request.precision:
         return _precision(case, request.as_json), []
-    sync = Traffic(config, hf_config, request.replicas)
+    sync = Traffic(config, hf_config, request.replicas or config.sampler.engines)
     about: JsonObject = {"model": config.model.path}
     texts = [sync.describe(request.link_gbs)]
     if case:
@@ -84,7 +84,7 @@ def answer(request: Request) -> tuple[str, list[str]]:
 
 
 def _mistakes(request: Request) -> Iterator[str]:
-    if request.replicas < 1:
+    if request.replicas is not None and request.replicas < 1:
         yield f"--replicas {request.replicas}: expected 1 or more"
     if request.link_gbs is not None and not 0 < request.link_gbs < math.inf:
         yield f"--link-gbs {request.link_gbs:g}: expected GB/s above 0"

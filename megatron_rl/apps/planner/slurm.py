@@ -16,12 +16,15 @@ from megatron_rl.apps.planner.case import Case
 from megatron_rl.apps.planner.memory.engine import GIB
 from megatron_rl.apps.planner.plan import Plan, plan
 from megatron_rl.config import ConfigError, cluster, read
+from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.schema import Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
 
 LONGEST_JOB_S = 24 * 3600
+SHORTEST_JOB_MINUTES = 60
+WARNING_S = 300  # before its end a job gets USR1: `--signal` in slurm/*.sbatch
 SPARE = 1.25  # of the planned time, and of the planned memory
 CORES = 8  # of a task
 
@@ -32,19 +35,15 @@ def sbatch(recipe: Path, overrides: Sequence[str], made: Plan) -> str:
     roles = made.case.roles
     servers = config.sampler.dedicated_nodes
     seconds = _seconds(made)
-    if config.quantization.format == Format.int8:
-        alone = "slurm/dapo_int8.sbatch"
-    else:
-        alone = "slurm/dapo_fp8.sbatch"
+    kind = "int8" if config.quantization.format == Format.int8 else "fp8"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
-        if all(len(one.split()) == 1 for one in overrides):
-            words = " ".join(overrides)
-        else:
+        words = " ".join(overrides)
+        if len(words.split()) > len(overrides):
             words = "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
-    script = "slurm/dapo_split.sbatch" if servers else alone
-    lines = [f"{given}sbatch {shlex.join(options(made))} {script}"]
+    kind = "split" if servers else kind
+    lines = [f"{given}sbatch {shlex.join(options(made))} slurm/dapo_{kind}.sbatch"]
     if seconds > LONGEST_JOB_S:
         lines.append(
             f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the "
@@ -91,12 +90,10 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
         made = plan(Case(config, read_card(config.model.folder), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
-        if config.sampler.dedicated_nodes:
-            other = "slurm/dapo_split.sbatch"
-        else:
-            other = "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
+        other = "split" if config.sampler.dedicated_nodes else "int8.sbatch or dapo_fp8"
         problems.append(
-            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit {other}"
+            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit "
+            f"slurm/dapo_{other}.sbatch"
         )
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -112,14 +109,19 @@ def _memory(made: Plan) -> str:
 
 
 def _seconds(made: Plan) -> float:
-    if made.time:
-        return made.time.step * made.case.config.run.steps * SPARE
-    return LONGEST_JOB_S
+    """Return the duration of a run; an evaluation is taken to be as long as a rollout."""
+    if not made.time:
+        return LONGEST_JOB_S
+    config = made.case.config
+    working = made.time.step * config.run.steps
+    if config.eval.every and held_out(config):
+        working += (config.run.steps / config.eval.every + 2) * made.time.rollout
+    return working * SPARE + config.sampler.start_timeout_s + WARNING_S
 
 
 def _clock(seconds: float) -> str:
-    """Time limit as Slurm reads it, at most that of the longest job."""
-    minutes = min(max(int(seconds // 60) + 1, 10), LONGEST_JOB_S // 60)
+    """Time limit as Slurm reads it: quarters of an hour, at most that of the longest job."""
+    minutes = min(max(ceil(seconds / 900) * 15, SHORTEST_JOB_MINUTES), LONGEST_JOB_S // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 

@@ -43,7 +43,8 @@ def _roles(plan: Plan) -> Iterator[str]:
     yield (
         f"learner   {roles.learner:,} ranks ({summary.axes(case.model.layout)}) on {roles.learner_nodes} node(s)"
     )
-    engines = f"{roles.engines:,} engine(s) of {roles.engine_tp}"
+    each = "GPU" if case.machine.gpus else "rank"
+    engines = f"{_count(roles.engines, 'engine')} with {_count(roles.engine_tp, each)} each"
     if case.machine.gpus and roles.local:
         gpus = ",".join(map(str, roles.local))
         engines += f", on GPUs {gpus} of the first node ({len(roles.shared)} shared)"
@@ -68,6 +69,15 @@ def _roles(plan: Plan) -> Iterator[str]:
         )
         if plan.time:
             yield f"          a rollout waits {duration(plan.time.tools)} for tools"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _seconds(seconds: float) -> str:
+    """Duration; two digits where it is short."""
+    return f"{seconds:.2g}s" if 0 < seconds < 10 else duration(seconds)
 
 
 def _memory(memory: Memory) -> list[str]:
@@ -126,9 +136,9 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
     """Lines on the seconds of a step, and on what they assume."""
     config = plan.case.config
     work = plan.case.work
-    phases = ", ".join(f"{phase} {duration(getattr(time, phase))}" for phase in PHASES)
+    phases = ", ".join(f"{phase} {_seconds(getattr(time, phase))}" for phase in PHASES)
     steps = config.run.steps
-    yield f"time      a step {duration(time.step)}: {phases}"
+    yield f"time      a step {_seconds(time.step)}: {phases}"
     yield (
         f"          {steps} steps {duration(time.step * steps)} and {plan.gpu_hours:,.0f} "
         "GPU-hours (without evaluations; early steps have shorter responses)"
@@ -144,7 +154,7 @@ def _time(time: StepTime, plan: Plan) -> Iterator[str]:
             waits = "learner waits for responses"
         waiting = work.waiting_bytes(config.rollout.max_staleness)
         yield (
-            f"ahead     {duration(time.overlap)} of a step overlap, the {waits}; batches that wait "
+            f"ahead     {_seconds(time.overlap)} of a step overlap, the {waits}; batches that wait "
             f"take {_gib(waiting)} GiB of CPU memory on the driver's node"
         )
     known = vars(plan.case.assumed)

@@ -5,10 +5,12 @@ translated recipe are then fitted to each other.
 """
 
 import re
+from pathlib import Path
 
 from megatron_rl import hub
 from megatron_rl.apps.translation.layout import Accounts, Values, layout, ranks
 from megatron_rl.apps.translation.table import shared
+from megatron_rl.config.bounds import is_folder_name
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection, TrackerName
 
@@ -32,10 +34,9 @@ def derive(values: Values, accounts: Accounts) -> None:
         _data,
         _trackers,
         _sampling,
+        _names,
     ):
         step(values, accounts)
-    if reward := values.get("=reward"):
-        accounts.note("reward", reward=reward)
     for fact in shared()["facts"]:
         values.pop(f"={fact}", None)
 
@@ -143,7 +144,7 @@ def _model(values: Values, accounts: Accounts) -> None:
     path = values.get("=model")
     if path is None:
         return
-    name = str(path).rstrip("/").rsplit("/", 1)[-1]
+    name = Path(str(path)).name
     presets = {one.stem.lower(): one.stem for one in (CONF / "model").glob("*.yaml")}
     if name.lower() in presets:
         values["model"] = presets[name.lower()]
@@ -161,7 +162,7 @@ def _local(path: str, folder: str, accounts: Accounts) -> str:
         or re.search(r"\.\w{4,7}$", path)
     ):
         return path
-    name = path.rsplit("/", 1)[-1]
+    name = Path(path).name
     accounts.note("name_there", path=path, folder=folder, name=name)
     return f"{folder}/{name}"
 
@@ -219,3 +220,14 @@ def _sampling(values: Values, accounts: Accounts) -> None:
     if alone and values.get("advantage.estimator", "grpo") in GROUPED:
         values["advantage.estimator"] = "reinforce_pp"
         accounts.note("one_response")
+
+
+def _names(values: Values, accounts: Accounts) -> None:
+    """The run's name, and a function of verl's signature in place of the manager's reward."""
+    if file := values.get("=reward_file"):
+        module = str(file).removeprefix("pkg://")
+        values["reward.name"] = f"{module}:{values['=reward_function']}"
+        values.pop("reward.wrong", None)  # the function returns its own
+    name = str(values.get("=run_name", "")).replace("/", "_")
+    if is_folder_name(name):
+        values["run.name"] = name

@@ -131,10 +131,11 @@ def _values(rules: Table, flat: Mapping[str, Any], accounts: Accounts) -> Values
             parts = value if isinstance(value, list) else [value]
             unset = next((part for part in parts if isinstance(part, Unset)), None)
             if unset and row.to:
-                if row.to != ("=reward",):
+                if row.to != ("=run_name",):
                     raise TranslationError(
                         f"{rules.project}: {name} is {unset.text}: it {unset.hint(name)}"
                     )
+                accounts.missing[f"{name}: {unset}"] = row.why
             elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
                 accounts.missing[f"{name}: {_short(value)}"] = row.why or f"see {', '.join(row.to)}"
     return values

@@ -48,8 +48,8 @@ def report(folder: Path, packages: str = "", **environment: str) -> tuple[int, s
 
 
 class Hub(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
-        self.send_response(200)
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/api/whoami-v2" else 404)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -74,7 +74,8 @@ def test_a_machine_that_can_run(tmp_path: Path) -> None:
     assert status == 0, text
     assert len(text.splitlines()) <= 30
     assert "secret_" not in text
-    assert "127.0.0.1: reachable (status 200)" in text
+    assert "127.0.0.1: reachable, token accepted" in text
+    assert f"run.root {tmp_path}/runs (not made yet): " in text
     assert "Hugging Face token set, W&B key set, MEGATRON_RL_FLEET_KEY set" in text
     assert "slurm 24.05.1, job 77" in text
     assert f"torch {version('torch')}" in text

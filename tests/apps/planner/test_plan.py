@@ -113,6 +113,8 @@ def test_the_sbatch_line(command: Command) -> None:
     words = ("--sbatch", "--on", "2x8xH100", *APART, "learner.data_parallel=4", *servers)
     line, *others = command("plan", DAPO, *words).splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")
+    short = command("plan", DAPO, *words, "run.steps=1", "eval.every=0")
+    assert re.search(r"--time=01:(00|15|30|45):00", short)  # with the start, at least an hour
     options = ("--nodes=2", "--ntasks-per-node=8", "--gres=gpu:8")
     for word in (*options, "OVERRIDES=", "learner.data_parallel=4"):
         assert word in line
@@ -130,6 +132,8 @@ def test_without_a_gpu_a_recipe_is_planned_for_its_own_cluster(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     on_node = said(DAPO, *NODE)
     assert said(DAPO) == on_node
+    assert "sampler   1 engine with 8 GPUs each" in on_node
+    assert re.search(r"sync \d\.\ds", on_node)
     assert said(DAPO, "--on", "own") == on_node
     assert said(DAPO, "--sbatch") == said(DAPO, "--sbatch", *NODE)
     quickstart = str(ROOT / "recipes" / "quickstart.yaml")

@@ -28,6 +28,7 @@ def test_a_recipe(place: Path, command: Command) -> None:
     report = command("plan", "mine.yaml", "--replicas", "3")
     assert "2 ranks (TP2)" in report
     assert "x 3 engines" in report
+    assert "x 2 engines" in command("plan", "mine.yaml", "sampler.engines=2")
     total = cells(report, "together")
     assert total[0:2] == ["together", "38"]
     link = cells(report, "files -> sampler")

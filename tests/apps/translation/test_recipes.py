@@ -63,6 +63,9 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
     actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \
     trainer.n_gpus_per_node=$gpus trainer.logger='["console","wandb"]' algorithm.use_kl_in_reward=True \
     algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False \
+    custom_reward_function.path=my_reward.py reward_model.reward_manager=dapo data.truncation=left \
+    +custom_reward_function.reward_kwargs.scale=2 algorithm.filter_groups.metric=acc \
+    trainer.project_name=ours trainer.experiment_name=lab/first trainer.resume_mode=auto \
     actor_rollout_ref.model.lora_rank=32 trainer.some_new_switch=3 "$@" 2>&1 | tee log.txt
 """
 SLIME = """
@@ -174,6 +177,10 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
             "advantage.estimator": "rloo",
             "learner.lora.rank": 32,
             "learner.lora.alpha": 16,
+            "reward.name": "my_reward.py:compute_score",
+            "reward.wrong": 0.0,
+            "run.name": "lab_first",
+            "run.if_exists": "resume",
         },
     ),
     "slime": (
@@ -368,6 +375,12 @@ def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     assert "algorithm.use_kl_in_reward: true" in text
     assert "matters: trainer.some_new_switch: 3" in text
     assert "actor_rollout_ref.actor.megatron.param_offload" in text
+    assert "reward_kwargs.scale: 2" in text
+    assert "metric: acc: groups with equal rewards" in text
+    assert "project_name: ours: set the environment variable WANDB_PROJECT" in text
+    assert "prompts are never cut: data.long_prompts refuses" in text
+    text = recipe("trl", written("trl", tmp_path), {}).text("trl: run.py")
+    assert "no counterpart: trainer.reward_funcs: accuracy_reward: " in text
 
 
 @pytest.mark.parametrize(
