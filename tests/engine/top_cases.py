@@ -10,7 +10,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.types import Completion
 
 MOST = 8
-MASS = 0.8
+MASS = 0.3
 REQUESTS: dict[str, dict[str, Any]] = {
     "all": {},
     "top_k and top_p": {"top_k": 12, "top_p": 0.9, "candidates": 28},

@@ -103,7 +103,11 @@ def _defined(
 def _gradients(learner: Learner, reader: Reader) -> dict[str, Tensor]:
     """Gradients of the first update, from Adam's first moments."""
     found = {}
+    seen = set[tuple[str, ...]]()
     for param in params(learner.shape):
+        if param.hf in seen:  # the output layer of tied embeddings
+            continue
+        seen.add(param.hf)
         entry = reader.find(param, learner.shape)
         size = param.local_shape(Layout())
         moments = reader.read(entry, (0,) * len(size), size, "optimizer.state.exp_avg.")
