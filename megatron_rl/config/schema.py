@@ -70,6 +70,7 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
 from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     ALL_LINEAR,
     AdvantageConfig,
+    ConfidenceCap,
     CorrectionConfig,
     LearnerSection,
     LoraSection,
