@@ -138,5 +138,10 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk of a path, which need not exist yet."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the folder of a path, or the nearest one above it that exists."""
     folder = path.absolute()
-    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
+    return next(one for one in (folder, *folder.parents) if one.is_dir())

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.schema import Config
+from megatron_rl.files import existing_folder, free_bytes
 from megatron_rl.preflight.machine import detect, installed_gib
 from megatron_rl.processes.instructions import about as products
 from megatron_rl.processes.job import JOB
@@ -98,16 +99,17 @@ def cpu() -> str:
 
 def disk() -> str:
     root = Path(Config().run.root).absolute()
-    existing = next(path for path in (root, *root.parents) if path.is_dir())
     folders = {
-        "run.root": existing,
+        "run.root": existing_folder(root),
         "TMPDIR": Path(tempfile.gettempdir()),
         "sync.dir": SHARED_MEMORY,
     }
     shown = []
     for name, folder in folders.items():
-        free = shutil.disk_usage(folder).free >> 20
-        place = f"{root} (not made yet)" if folder is existing is not root else folder
+        free = free_bytes(folder) >> 20
+        place = str(folder)
+        if name == "run.root" and folder != root:
+            place = f"{root} (not made yet)"
         shown.append(f"{name} {place}: {free:,} MiB free")
         if free < LEAST_MIB or not os.access(folder, os.W_OK):
             raise ConfigError(

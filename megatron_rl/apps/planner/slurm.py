@@ -35,15 +35,20 @@ def sbatch(recipe: Path, overrides: Sequence[str], made: Plan) -> str:
     roles = made.case.roles
     servers = config.sampler.dedicated_nodes
     seconds = _seconds(made)
-    kind = "int8" if config.quantization.format == Format.int8 else "fp8"
+    if servers:
+        script = "slurm/dapo_split.sbatch"
+    elif config.quantization.format == Format.int8:
+        script = "slurm/dapo_int8.sbatch"
+    else:
+        script = "slurm/dapo_fp8.sbatch"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
-        words = " ".join(overrides)
-        if len(words.split()) > len(overrides):
+        if all(len(one.split()) == 1 for one in overrides):
+            words = " ".join(overrides)
+        else:
             words = "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
-    kind = "split" if servers else kind
-    lines = [f"{given}sbatch {shlex.join(options(made))} slurm/dapo_{kind}.sbatch"]
+    lines = [f"{given}sbatch {shlex.join(options(made))} {script}"]
     if seconds > LONGEST_JOB_S:
         lines.append(
             f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the "
@@ -90,10 +95,12 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
         made = plan(Case(config, read_card(config.model.folder), machine))
         problems += made.problems
     if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
-        other = "split" if config.sampler.dedicated_nodes else "int8.sbatch or dapo_fp8"
+        if config.sampler.dedicated_nodes:
+            other = "slurm/dapo_split.sbatch"
+        else:
+            other = "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
         problems.append(
-            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit "
-            f"slurm/dapo_{other}.sbatch"
+            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit {other}"
         )
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -24,7 +24,7 @@ WRONG = (
     "sampler.tensor_parallel=3",
     "loss.clip_high=-1",
     "optim.lr=0",
-    "reward.name=nowhere:nothing",
+    "rollout.temperature=9",
 )
 
 
