@@ -263,7 +263,7 @@ def test_the_coefficients_are_constants() -> None:
 
 
 def test_metrics_are_means_over_centered_tokens() -> None:
-    one = example(8)
+    one = example(12)
     config = CORRECTION["token rule"]
     _, metrics = gradient(one, inputs_of(one, config, 4), LOSS["ppo"], config, 4)
     reported = over_trained({name: float(value) for name, value in metrics.items()})
