@@ -192,11 +192,12 @@ class Sampler:
 SAMPLERS = {
     "INT8, outliers": Sampler(lambda net, fixed, fresh: net.logits(8), outlier=40.0),
     "INT4": Sampler(lambda net, fixed, fresh: net.logits(4)),
-    "logits in steps of 1": Sampler(lambda net, fixed, fresh: net.logits().round()),
-    "fixed noise 0.5": Sampler(lambda net, fixed, fresh: net.logits() + 0.5 * fixed),
-    "fresh noise 0.5": Sampler(lambda net, fixed, fresh: net.logits() + 0.5 * fresh),
-    "flatter by 0.8": Sampler(lambda net, fixed, fresh: 0.8 * net.logits()),
-    "sharper by 1.25": Sampler(lambda net, fixed, fresh: 1.25 * net.logits()),
+    "INT2": Sampler(lambda net, fixed, fresh: net.logits(2)),
+    "logits in steps of 2": Sampler(lambda net, fixed, fresh: 2 * (net.logits() / 2).round()),
+    "fixed noise 1.5": Sampler(lambda net, fixed, fresh: net.logits() + 1.5 * fixed),
+    "fresh noise 1.5": Sampler(lambda net, fixed, fresh: net.logits() + 1.5 * fresh),
+    "flatter, logits / 2": Sampler(lambda net, fixed, fresh: net.logits() / 2),
+    "sharper, logits * 2": Sampler(lambda net, fixed, fresh: net.logits() * 2),
     "16 updates old": Sampler(lambda net, fixed, fresh: net.logits(), every=16),
 }
 
