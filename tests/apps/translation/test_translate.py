@@ -610,5 +610,7 @@ def test_score_centering(framework: str, mapping: Native) -> None:
 
 def test_verl_centers_only_a_policy_gradient_in_bypass_mode() -> None:
     mapping = {"algorithm": {"rollout_correction": SC | {"loss_type": "ppo_clip"}}}
-    with pytest.raises(ConfigError, match=r"score_centering .*bypass_mode and loss_type: reinforce"):
+    with pytest.raises(
+        ConfigError, match=r"score_centering .*bypass_mode and loss_type: reinforce"
+    ):
         translate("verl", mapping)
