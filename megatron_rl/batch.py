@@ -2,7 +2,7 @@
 before. `UpdateInputs`, the columns that a loss reads; `Share`, the rows that a replica has of a batch.
 
 Shape suffixes: B rows, N response tokens of all rows, P tokens of all rows (each row's prompt, then
-its response), L layers, K ids or experts.
+its response), L layers, K ids or experts, E top tokens at all tokens.
 """
 
 import math
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from megatron_rl.types import NO_EXPERT, Rollout, Scored
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Columns of ragged rows. The last letter of a column's name says what it has an entry for: each
-    row (B), response token (N), token (P) or, of the ids kept at each token, each id (K).
+    row (B), response token (N), token (P) or, of the ids kept at each token, each id (K); of the top
+    tokens at each token, each of them (E).
     """
 
     prompt_lengths_B: Tensor  # int64
@@ -72,7 +73,14 @@ class Rows:
         """Entries of a column in each row."""
         if name.endswith("_B"):
             return torch.ones_like(self.response_lengths_B)
+        if name.endswith("_E"):
+            return self.top_sizes_B
         return self.response_lengths_B if name.endswith("_N") else self.lengths_B
+
+    @cached_property
+    def top_sizes_B(self) -> Tensor:
+        """Top tokens in each row."""
+        return self.responses.sum(self.columns["top_counts_N"].double()).long()
 
 
 def places_of(sizes_B: Tensor, index: Tensor) -> Tensor:
@@ -105,6 +113,10 @@ class Batch(Table):
     # int32: size and ids of each token's sampling support; None: the whole vocabulary
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
+    # int16: number of top tokens at each token, 0: the policy did not sample it; None: no top logprobs
+    top_counts_N: Tensor | None = None
+    top_ids_E: Tensor | None = None  # int32
+    top_logprobs_E: Tensor | None = None  # float16: the sampler's
     # int8, int16: experts that the engine chose, -1 if not reported; None: none reported
     experts_PLK: Tensor | None = None
     # int32: of each token, where an update came between some; None: nowhere
@@ -163,6 +175,13 @@ class UpdateInputs(Rows):
     # steps (policy versions) since the token was sampled; for correction.anchor interpolated
     staleness_N: Tensor | None = None
     turns_N: Tensor | None = None  # see Batch
+    # top tokens of the rows: see Batch; None: the loss reads no top logprobs
+    top_counts_N: Tensor | None = None
+    top_logprobs_E: Tensor | None = None  # float16: the sampler's
+    top_anchor_E: Tensor | None = None  # float32: p of each; None: there was no proximal pass
+    # float32: weights of score centering, of top tokens and tails; None: the loss completes them
+    top_weights_E: Tensor | None = None
+    tail_weights_N: Tensor | None = None
 
     @cached_property
     def turns(self) -> Segments | None:
@@ -247,6 +266,7 @@ def collate(scored: Sequence[Scored]) -> Batch:
         formats_B=torch.tensor([format_number(one.format) for one in rollouts], dtype=torch.int64),
         versions_N=_versions(rollouts),
         **_kept(rollouts),
+        **_top(rollouts),
         experts_PLK=_experts(rollouts),
         **_sessions(rollouts),
     )
@@ -299,13 +319,28 @@ def _sessions(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    if all(one.kept_ids is None for one in rollouts):
-        return {}
     counts = [one.kept_counts for one in rollouts if one.kept_counts is not None]
     ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
-    if len(ids) < len(rollouts):
-        raise ValueError(
-            f"{len(rollouts) - len(ids)} of {len(rollouts)} responses do not report their "
-            "sampling support"
-        )
+    if not ids:
+        return {}
+    _check_reported(rollouts, "kept_ids", "their sampling support")
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
+
+
+def _top(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    found = [one for one in rollouts if one.top_counts is not None]
+    if not found:
+        return {}
+    _check_reported(rollouts, "top_counts", "the top logprobs of their tokens")
+    return {
+        "top_counts_N": joined([one.top_counts or () for one in found], "int16"),
+        "top_ids_E": joined([one.top_ids or () for one in found], "int32"),
+        "top_logprobs_E": joined([cast(Any, one.top_logprobs) for one in found], "float16"),
+    }
+
+
+def _check_reported(rollouts: Sequence[Rollout], name: str, what: str) -> None:
+    """Check that every response with tokens has the column; a failed session has no tokens."""
+    missing = sum(len(one.token_ids) > 0 and getattr(one, name) is None for one in rollouts)
+    if missing:
+        raise ValueError(f"{missing} of {len(rollouts)} responses do not report {what}")

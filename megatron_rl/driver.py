@@ -20,6 +20,7 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler, distinct_formats
+from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
@@ -144,7 +145,12 @@ class Driver:
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration = train.prompts[:CALIBRATION_PROMPTS]
         most = min(config.rollout.max_response_tokens, PROBE_TOKENS)
-        short = replace(config.rollout, samples_per_prompt=PROBE_SAMPLES, max_response_tokens=most)
+        short = replace(
+            config.rollout,
+            samples_per_prompt=PROBE_SAMPLES,
+            max_response_tokens=most,
+            top_logprobs=TopLogprobsSection(),  # none
+        )
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
         # vLLM has sized its memory; from now on the learner may allocate freely
         self._sleep_schedule.sleep()

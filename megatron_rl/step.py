@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.advantage import turn_advantages
 from megatron_rl.batch import Share, UpdateInputs
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Center, Config
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.rollout_correction.breakdown import (
     mismatch_by_age,
@@ -30,16 +30,22 @@ class CorrectedBatch:
     share: Share
     version: int  # the learner's, before the updates
     anchor_N: Tensor | None
+    top_anchor_E: Tensor | None  # of the top tokens
     correction: Correction
     advantages_B: Tensor
     baseline_B: Tensor  # bool: rows that count in their group's baseline
 
     @classmethod
     def corrected(
-        cls, config: Config, share: Share, version: int, anchor_N: Tensor | None
+        cls,
+        config: Config,
+        share: Share,
+        version: int,
+        anchor_N: Tensor | None,
+        top_anchor_E: Tensor | None = None,
     ) -> CorrectedBatch:
-        found = correct(share, anchor_N, config.correction, config.advantage)
-        return cls(config, share, version, anchor_N, *found)
+        found = correct(share, anchor_N, config.correction, config.advantage, top_anchor_E)
+        return cls(config, share, version, anchor_N, top_anchor_E, *found)
 
     def targets(self, reference_N: Tensor | None) -> UpdateInputs:
         """Inputs of all updates of the step. Covariance losses select among trained tokens."""
@@ -48,6 +54,16 @@ class CorrectedBatch:
         batch = self.share.batch
         own_B = correction.advantages_B
         seed = config.run.seed + self.version + 1
+        top: dict[str, Tensor | None] = {}
+        reads = config.correction.reads_top_logprobs
+        if config.correction.center != Center.none or (reads and self.top_anchor_E is None):
+            top = {
+                "top_counts_N": batch.top_counts_N,
+                "top_logprobs_E": batch.top_logprobs_E,
+                "top_anchor_E": self.top_anchor_E,
+                "top_weights_E": correction.top_weights_E,
+                "tail_weights_N": correction.tail_weights_N,
+            }
         return UpdateInputs(
             prompt_lengths_B=batch.prompt_lengths_B,
             response_lengths_B=batch.response_lengths_B,
@@ -71,6 +87,7 @@ class CorrectedBatch:
             ),
             staleness_N=staleness(batch, config.correction, self.version),
             turns_N=batch.turns_N,
+            **top,
         )
 
     def completed(self, own_N: Tensor | None) -> CorrectedBatch:

@@ -159,12 +159,12 @@ def train_step(at: Progress, config: Config, rank0: Rank0, learner: Learner) -> 
             rank0.only(Driver.take_batch), config.learner.n_minibatches, f"{config.run.seed}/{step}"
         )
     with rank0.phase("prox"):
-        anchor_N = anchor_logprobs(learner, share, config)
+        anchors = anchor_logprobs(learner, share, config)
         reference_N = learner.reference_logprobs(share) if config.loss.needs_reference else None
         if config.reward.learner_estimate:
             collected |= learner_estimate(learner, rank0)
     with rank0.phase("correction"):
-        work = CorrectedBatch.corrected(config, share, at.step, anchor_N)
+        work = CorrectedBatch.corrected(config, share, at.step, *anchors)
         targets = work.targets(reference_N)
         # the last point at which the step can be aborted without a trace
         rank0.ask(Driver.check_time)
@@ -220,15 +220,20 @@ def sync_and_log(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, share: Share, config: Config) -> Tensor | None:
-    """Return the anchor of the loss ratio: p, the policy's logprobs before the update; mu where the
-    anchor is not the learner; None if the update's own forward pass supplies p.
+def anchor_logprobs(
+    learner: Learner, share: Share, config: Config
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the anchor of the loss ratio, of the response tokens and of the top tokens: p, the
+    policy's logprobs before the update; mu where the anchor is not the learner; None if the update's
+    own forward pass supplies p, or if nothing reads them.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
-        return learner.logprobs(share)
+        if config.correction.reads_top_logprobs:
+            return learner.logprobs_of_top(share)
+        return learner.logprobs(share), None
     if anchored_to_learner(config.correction, config.rollout):
-        return None
-    return share.batch.sampler_logprobs_N
+        return None, None
+    return share.batch.sampler_logprobs_N, None
 
 
 def learner_estimate(learner: Learner, rank0: Rank0) -> Metrics:

@@ -48,6 +48,8 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     candidates: int = 0  # number of top logprobs that show the sampling support; 0: not requested
+    top_logprobs: int = 0  # maximum number of top tokens with each sampled token; 0: none
+    top_mass: float = 1.0  # probability beyond which no more top tokens are returned
     tools: ToolFormat | None = None  # None: tool calls are not parsed
 
 
@@ -86,13 +88,15 @@ if TYPE_CHECKING:  # any sequence becomes an array
     Floats = Sequence[float]
 else:  # before Python 3.12 an array takes no parameter where the program runs
     Ints = Floats = array
-# of a completion's and a rollout's columns; int32, float32, int8
+# of a completion's and a rollout's columns; int32, float32, int16, int8
 TYPE_CODES = {
     "token_ids": "i",
     "logprobs": "f",
     "versions": "i",
     "kept_ids": "i",
     "kept_counts": "i",
+    "top_counts": "h",
+    "top_ids": "i",
     "loss_mask": "b",
     "turns": "i",
     "credit": "f",
@@ -121,6 +125,11 @@ class Completion:
     # sampling support of each token, concatenated, and its size at each; None: the whole vocabulary
     kept_ids: Ints | None = None
     kept_counts: Ints | None = None
+    # top tokens at each token: the sampler's most likely tokens there, most likely first, and
+    # their logprobs (float16), concatenated, and their number at each; None: not requested
+    top_counts: Ints | None = None
+    top_ids: Ints | None = None
+    top_logprobs: np.ndarray | None = None
     # [S, L, K] uint8, int16 or uint16: of the tokens that the engine has read, from the prompt's
     # first on; None: not reported
     experts_SLK: np.ndarray | None = None
@@ -141,6 +150,8 @@ class Completion:
     def first(self, count: int, prompt: int) -> Self:
         """Return its first tokens, as if it had ended there; `prompt`: number of prompt tokens."""
         counts = self.kept_counts and self.kept_counts[:count]
+        top_counts = self.top_counts and self.top_counts[:count]
+        top = sum(top_counts or ())
         versions = self.versions and self.versions[:count]
         experts_SLK = self.experts_SLK
         return replace(
@@ -151,6 +162,9 @@ class Completion:
             versions=versions if len(set(versions or ())) > 1 else None,
             kept_ids=self.kept_ids and self.kept_ids[: sum(counts or ())],
             kept_counts=counts,
+            top_counts=top_counts,
+            top_ids=self.top_ids and self.top_ids[:top],
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs[:top],
             experts_SLK=None if experts_SLK is None else experts_SLK[: prompt + count - 1],
         )
 

@@ -47,6 +47,8 @@ def by_answer(row, answer_key, response):
 
 def cases() -> dict[str, list[str]]:
     wanted = {f"correction {name}": [f"correction={name}", "loss.kl_coef=0"] for name in PRESETS}
+    for name in ("center", "center_tis"):
+        wanted[f"correction {name}"].append("rollout.top_logprobs.max=8")
     for name in LOSSES:
         anchor = ["correction=bypass"] if name in BYPASS_ONLY else ["correction=tis"]
         wanted[f"loss {name}"] = [f"loss.name={name}", "loss.kl_coef=0", *anchor]
@@ -61,6 +63,7 @@ def cases() -> dict[str, list[str]]:
         "sync.probe_every=1",
         "loss.kl_coef=0.1",
     ]
+    wanted["top logprobs"] = ["rollout.top_logprobs={max: 8, mass: 0.9}", "sync.probe_every=1"]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
@@ -137,6 +140,17 @@ def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[
         assert line["rollout_corr/logp_abs_diff_mean"] < 0.02
         assert line["rollout_corr/outside_support"] < 0.2
         assert 0 < line["loss/entropy"] < math.log(4 + 1)
+
+
+def test_top_logprobs_are_measured_where_they_are_requested(results: dict[str, dict]) -> None:
+    for name, case in results.items():
+        for line in case["lines"][1:]:
+            found = [key for key in line if key.startswith("rollout/top_")]
+            assert len(found) == (3 if name == "top logprobs" else 0)
+    for line in results["top logprobs"]["lines"][1:]:
+        assert 1 <= line["rollout/top_tokens_mean"] <= 8
+        assert 0.3 < line["rollout/top_mass_mean"] <= 1
+        assert 0 <= line["rollout/top_tokens_limited_fraction"] < 1
 
 
 def test_every_step_was_sampled_by_the_policy_before_it(results: dict[str, dict]) -> None:

@@ -23,11 +23,17 @@ Device = StrEnum("Device", "auto cpu cuda")
 Decay = StrEnum("Decay", "constant linear cosine")
 # interpolated: the sampler's, moved towards the policy, further for staler tokens (A-3PO)
 Anchor = StrEnum("Anchor", "prox sampler interpolated")
-Level = StrEnum("Level", "none token sequence turn prefix")
+Level = StrEnum("Level", "none token sequence turn prefix segment")
 Aggregate = StrEnum("Aggregate", "product geometric")
+Center = StrEnum("Center", "none top_logprobs")
 Outside = StrEnum("Outside", "truncate zero")
-# staleness: steps between the policy that sampled the token and the learner's
-Stat = StrEnum("Stat", "ratio k1 k2 k3 m2 abs tv binary_kl binary_kl_max staleness")
+# staleness: steps between the policy that sampled the token and the learner's; top_*: of the
+# distributions at a token's prefix, from top logprobs
+Stat = StrEnum(
+    "Stat",
+    "ratio k1 k2 k3 m2 abs tv binary_kl binary_kl_max staleness top_kl top_reverse_kl top_tv",
+)
+TOP_STATS = (Stat.top_kl, Stat.top_reverse_kl, Stat.top_tv)
 # mean of a ratio: the geometric one
 Reduce = StrEnum("Reduce", "sum mean max min")
 When = StrEnum("When", "negative_advantage")

@@ -7,7 +7,16 @@ from functools import reduce
 from typing import Any
 
 from megatron_rl.config.bounds import as_written, did_you_mean
-from megatron_rl.config.choices import Aggregate, Anchor, Level, Outside, Reduce, Reduction, Stat
+from megatron_rl.config.choices import (
+    Aggregate,
+    Anchor,
+    Center,
+    Level,
+    Outside,
+    Reduce,
+    Reduction,
+    Stat,
+)
 from megatron_rl.config.objective import (
     CorrectionConfig,
     LossConfig,
@@ -19,6 +28,7 @@ from megatron_rl.config.shape import sanitize, schema_errors
 from megatron_rl.loss.table import LOSSES, losses
 
 SHARED = losses(lambda loss: "level" in loss.reads)
+ELEMENTWISE = losses(lambda loss: loss.elementwise)
 # smallest value of a statistic
 FLOOR = dict.fromkeys(set(Stat) - {Stat.k1}, 0.0) | {Stat.abs: 1.0}
 
@@ -64,7 +74,41 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig) -> list[str]
         found.add("loss.name", "its ratio is pi over the sampler; set correction.anchor: sampler")
     if formula.selects and correction.anchor != Anchor.prox:
         found.add("loss.name", "it selects by the proximal logprobs; set correction.anchor: prox")
+    if correction.center != Center.none:
+        _check_center(found, correction, loss)
     return found
+
+
+def _check_center(found: Findings, correction: CorrectionConfig, loss: LossConfig) -> None:
+    """Check that each top token has a coefficient of its own, known from its logprobs alone."""
+    with_center = f"correction.center: {correction.center}"
+    if loss.name not in ELEMENTWISE:
+        found.add(
+            "loss.name",
+            f"{with_center} needs a loss of each token's own logprobs; use one of "
+            f"{', '.join(ELEMENTWISE)}, or correction.center: none",
+        )
+    if loss.level != Level.token:
+        found.add("loss.level", f"{with_center} needs a ratio of each token; use token")
+    if correction.anchor == Anchor.interpolated:
+        found.add(
+            "correction.anchor",
+            f"{with_center} has no anchor between two policies for tokens that were not sampled; use "
+            "prox",
+        )
+    if correction.anchor == Anchor.sampler and correction.weight.level != Level.none:
+        found.add(
+            "correction.weight.level",
+            f"with {with_center} and correction.anchor: sampler it would weigh by the current policy; "
+            "use none, or correction.anchor: prox",
+        )
+    for place, rule in enumerate(correction.reject):
+        if rule.level == Level.prefix and rule.budget is not None:
+            found.add_value(
+                f"correction.reject[{place}].budget",
+                rule.budget,
+                f"{with_center} needs the bounds of a prefix rule; use low and high",
+            )
 
 
 def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
@@ -151,8 +195,11 @@ def _check_weight(found: Findings, weight: WeightConfig) -> None:
         for key in ("target_ess", "normalize"):
             if getattr(weight, key):
                 found.add(f"correction.weight.{key}", "with level: none every weight is 1")
-    if zero and (weight.level == Level.none or (weight.low is None and weight.high is None)):
+    unbounded = (weight.low, weight.high, weight.cap.confidence) == (None, None, None)
+    if zero and (weight.level == Level.none or unbounded):
         found.add("correction.weight.outside", "nothing is outside; set a level, low or high")
+    if weight.cap.confidence is not None:
+        _check_cap(found, weight)
     if weight.target_ess is None:
         return
     if zero:
@@ -164,6 +211,17 @@ def _check_weight(found: Findings, weight: WeightConfig) -> None:
         found.add("correction.weight.high", "the solved cap is 1 at least; use 1 or more")
     if weight.low is not None and weight.low > 1.0:
         found.add("correction.weight.low", "the solved cap may go down to 1; use at most 1")
+
+
+def _check_cap(found: Findings, weight: WeightConfig) -> None:
+    by_confidence = f"correction.weight.cap.confidence: {weight.cap.confidence:g} is the cap"
+    for key in ("high", "target_ess"):
+        if getattr(weight, key) is not None:
+            found.add(f"correction.weight.{key}", f"{by_confidence}; use null")
+    if weight.level != Level.token:
+        found.add("correction.weight.level", f"{by_confidence} of a token's own weight; use token")
+    if weight.low is not None and weight.low > 1.0:
+        found.add("correction.weight.low", f"{by_confidence} and may go down to 1; use at most 1")
 
 
 def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: str) -> None:

@@ -21,8 +21,10 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip
+    TOP_STATS,
     Aggregate,
     Anchor,
+    Center,
     Decay,
     Divergence,
     Estimator,
@@ -60,8 +62,19 @@ RECOMPUTED: dict[Recompute, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class ConfidenceCap:
+    """A cap of 1 + confidence max(1 - p, floor), with p the learner's probability of the token."""
+
+    # slope of the cap, such as 2.3; null: the cap is weight.high
+    confidence: Annotated[float | None, above(0)] = None
+    # smallest 1 - p, near the resolution of logprobs
+    floor: Annotated[float, between(0, 1)] = 0.005
+
+
+@dataclass(frozen=True)
 class WeightConfig:
-    # level of the importance ratio: per token, or shared by a sequence, turn or prefix
+    # level of the importance ratio: per token, or shared by a sequence, turn, prefix or segment (64
+    # trained tokens of a row)
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
     outside: Outside = Outside.truncate  # handling of a weight outside low and high
@@ -77,6 +90,7 @@ class WeightConfig:
     high: Annotated[
         float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")
     ] = 2.0
+    cap: ConfidenceCap = field(default_factory=ConfidenceCap)  # in place of high
     # effective sample size of a batch for which the cap is solved, such as 0.95; null: the cap is high
     target_ess: Annotated[
         float | None,
@@ -91,7 +105,8 @@ class WeightConfig:
 class RejectRule:
     """A rejection rule. Keys that are choices are required: bounds mean nothing without them."""
 
-    # unit that is rejected: the token, or all tokens of its sequence, turn or prefix
+    # unit that is rejected: the token, or all tokens of its sequence, turn, prefix or segment (64
+    # trained tokens of a row)
     level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
     # statistic of a token's ratio
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
@@ -109,11 +124,18 @@ class CorrectionConfig:
     weight: WeightConfig = field(default_factory=WeightConfig)
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
+    # score centering: subtracts the expected gradient under the sampler, from its top logprobs
+    center: Center = Center.none
     rebaseline: bool = True  # if true, rejected responses are left out of the advantage baseline
     # if true, the loss is divided by the tokens that rules accept; false: by all
     renormalize: bool = True
     # handling of a token whose sampler logprob is not finite
     non_finite: NonFinite = NonFinite.drop
+
+    @property
+    def reads_top_logprobs(self) -> bool:
+        """True if it needs the sampler's top logprobs, and the learner's of the same tokens."""
+        return self.center != Center.none or any(rule.stat in TOP_STATS for rule in self.reject)
 
 
 @dataclass(frozen=True)
@@ -169,7 +191,7 @@ class LossConfig:
     clip_low: Coefficient = 0.2  # how far below 1 the ratio may go
     clip_high: Coefficient = 0.28  # how far above 1 the ratio may go
     # ppo, cispo: level of the clipped ratio
-    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
+    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:-1]})
     # ppo, cispo: aggregation of the ratios of several tokens
     aggregate: Aggregate = Aggregate.product
     # parameters of this loss, such as {dual_clip: 3}: loss.params.* below; unset ones have their

@@ -136,7 +136,9 @@ def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
 
 
 def support(rollout: schema.RolloutSection) -> Iterator[str]:
-    """An engine reports the sampling support only if the number of tokens is bounded."""
+    """An engine reports the sampling support only if the number of tokens is bounded; without an
+    engine there is neither a support nor top logprobs.
+    """
     if rollout.top_p < 1 and rollout.top_k is None:
         yield (
             f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does "
@@ -144,6 +146,31 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
         )
     if rollout.top_k is not None and rollout.supervised:
         yield f"rollout.top_k: {rollout.top_k}, but data set answers are not sampled; leave it out"
+    if rollout.top_logprobs.max and rollout.supervised:
+        yield (
+            f"rollout.top_logprobs.max: {rollout.top_logprobs.max}, but data set answers are not "
+            "sampled; use 0"
+        )
+
+
+def top_logprobs(
+    rollout: schema.RolloutSection, correction: schema.CorrectionConfig
+) -> Iterator[str]:
+    """Check that the sampler reports the top logprobs that a correction needs."""
+    if rollout.top_logprobs.max:
+        return
+    readers = [
+        f"correction.reject[{place}].stat: {rule.stat}"
+        for place, rule in enumerate(correction.reject)
+        if rule.stat in schema.TOP_STATS
+    ]
+    if correction.center != schema.Center.none:
+        readers.insert(0, f"correction.center: {correction.center}")
+    for key in readers:
+        yield (
+            f"{key} needs the sampler's top logprobs, and rollout.top_logprobs.max is 0; set it, "
+            "such as 32"
+        )
 
 
 def ahead(
@@ -322,6 +349,7 @@ RULES: tuple[Rule, ...] = (
     answers,
     environment,
     support,
+    top_logprobs,
     ahead,
     group_size,
     supervised,

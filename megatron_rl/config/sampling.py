@@ -40,6 +40,17 @@ VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
 
 
 @dataclass(frozen=True)
+class TopLogprobsSection:
+    """Logprobs of the sampler's most likely tokens at each sampled token."""
+
+    # maximum number of top tokens, the sampler's most likely ones at a sampled token, that come with
+    # their logprobs, such as 32; 0: none
+    max: Annotated[int, between(0, 1024)] = 0
+    # probability of the top tokens beyond which there are no more of them, such as 0.999
+    mass: Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1")] = 0.999
+
+
+@dataclass(frozen=True)
 class RolloutSection:
     source: RolloutSource = RolloutSource.sampler  # source of the responses
     prompts_per_step: Positive = 64  # prompts (groups) per batch
@@ -56,6 +67,7 @@ class RolloutSection:
     top_k: Annotated[int | None, between(1, 1024)] = None
     # top-p sampling within the top k: the smallest set of tokens with this share of the probability
     top_p: Nucleus = 1.0
+    top_logprobs: TopLogprobsSection = field(default_factory=TopLogprobsSection)
     # DAPO: if true, groups without reward variance are replaced by new ones
     dynamic_sampling: bool = True
     max_gen_batches: Positive = 4  # maximum generation calls per step

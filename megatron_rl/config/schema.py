@@ -29,9 +29,11 @@ from megatron_rl.config.bounds import (  # isort: skip
     need,
 )
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
+    TOP_STATS,
     Aggregate,
     Anchor,
     AnswerFormat,
+    Center,
     Credit,
     Decay,
     Device,
@@ -68,6 +70,7 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
 from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     ALL_LINEAR,
     AdvantageConfig,
+    ConfidenceCap,
     CorrectionConfig,
     LearnerSection,
     LoraSection,

@@ -1,13 +1,7 @@
 """Open samples of one vLLM engine, for engine.py: add, step, cancel, requeue after an update;
 finished ones with their experts and tool calls. The loop itself is in service.py.
 
-The sampling support (tokens left by top_k and top_p) is derived from logprobs taken after
-filtering: removed tokens have -inf. An engine keeps ties with the k-th token, so that a few more
-candidates than k are requested. If all of those are finite there may be more, and the support of
-that position is unknown.
-
-T tokens of a response, N candidates of a token, K of them in the support; S tokens of a response's
-sequence, L layers, K experts.
+S tokens of a response's sequence, L layers, K experts.
 """
 
 import math
@@ -20,28 +14,29 @@ from typing import Any, cast
 
 import numpy as np
 
+from megatron_rl.engine.candidates import CandidateRequest, Candidates
 from megatron_rl.engine.readiness import Readiness
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.files import JsonObject
 from megatron_rl.logs import logger
 from megatron_rl.types import Completion, FinishReason
 
+# fields of a request that vLLM does not read
+OWN = frozenset({"candidates", "top_logprobs", "top_mass", "tools"})
 Replies = list[tuple[int, Any]]  # (sample number, exception or completion)
 
 
 class Sample:
     """Open sample: its request, and the tokens generated so far."""
 
-    def __init__(self, number: int, candidates: int, wanted: JsonObject) -> None:
+    def __init__(self, number: int, request: CandidateRequest, wanted: JsonObject) -> None:
         self.number = number
         self.wanted = wanted
-        self._candidates = candidates
+        self._candidates = Candidates(request) if request.count else None
         self.tools = wanted.get("tools")
         self._tokens = array("i")
         self._logprobs = array("f")
         self._versions = array("i")
-        # candidates and their logprobs, the sampled token first
-        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
         self._experts: list[np.ndarray] = []  # [S, L, K], as reported by an engine on GPUs
 
     def take(self, output: Any, version: int) -> None:
@@ -54,16 +49,10 @@ class Sample:
             return
         self._versions.extend([version] * len(new))
         self._tokens.extend(new)
-        if new_logprobs is None:
+        if self._candidates is not None:
+            self._candidates.add(new, new_logprobs)
+        elif new_logprobs is None:
             self._logprobs.extend([math.nan] * len(new))
-        elif self._candidates:  # copied: they are views of the batch's arrays
-            width = self._candidates + 1
-            self._rows.append(
-                (
-                    new_logprobs.logprob_token_ids[:, :width].copy(),
-                    new_logprobs.logprobs[:, :width].copy(),
-                )
-            )
         else:
             drawn = zip(
                 new_logprobs.logprob_token_ids[:, 0].tolist(),
@@ -96,9 +85,8 @@ class Sample:
         unknown. `now`: the version of a response without a token.
         """
         columns: JsonObject = {"logprobs": self._logprobs}
-        if self._candidates:
-            found = sampling_support(self._rows, np.asarray(self._tokens), self._candidates)
-            columns = dict(zip(("kept_ids", "kept_counts", "logprobs"), found, strict=True))
+        if self._candidates is not None:
+            columns = self._candidates.columns()
         return Completion(
             token_ids=self._tokens,
             finish_reason=cast(FinishReason, finish),
@@ -212,28 +200,31 @@ class OpenSamples:
         request.sampling_params.seed = seed
         self._core.add_request(request)
         wanted = {"tokens": tokens, "seed": seed, **wanted}
-        self._open[name] = Sample(number, self._clipped(**wanted), wanted)
+        self._open[name] = Sample(number, self._requested(**wanted), wanted)
         self._names[number] = name
 
-    def _processed(
-        self, tokens: list[int], candidates: int = 0, tools: Any = None, **wanted: Any
-    ) -> Any:
+    def _processed(self, tokens: list[int], **wanted: Any) -> Any:
         """Return vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
         # logprobs besides the sampled token's
-        params = SamplingParams(
-            **wanted, seed=0, logprobs=self._clipped(candidates), detokenize=False
-        )
+        logprobs = self._requested(**wanted).count
+        given = {name: value for name, value in wanted.items() if name not in OWN}
+        params = SamplingParams(**given, seed=0, logprobs=logprobs, detokenize=False)
         prompt: Any = tokens_input(tokens, cache_salt=self.salt)
         supported = self._engine.get_supported_tasks()
         return self._engine.input_processor.process_inputs(
             "sample", prompt, params, supported_tasks=supported
         )
 
-    def _clipped(self, candidates: int = 0, **_: Any) -> int:
-        return min(candidates, self._engine.model_config.get_vocab_size())
+    def _requested(
+        self, candidates: int = 0, top_logprobs: int = 0, top_mass: float = 1.0, **_: Any
+    ) -> CandidateRequest:
+        vocabulary = self._engine.model_config.get_vocab_size()
+        return CandidateRequest(
+            min(candidates, vocabulary), min(top_logprobs, vocabulary), top_mass
+        )
 
     def write(self) -> None:
         """Run a step of vLLM's core."""
@@ -304,28 +295,3 @@ class OpenSamples:
         with suppress(Exception):
             self.cancel(failed)
         return failed
-
-
-def sampling_support(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the sampling support: candidates of each token, token after token; their number for
-    each token; its logprob.
-
-    Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position
-    with unknown support has only the sampled token, and no logprob.
-    """
-    none = np.empty((0, candidates + 1), np.float32)
-    ids_TN = np.concatenate(
-        [none.astype(np.int32), *(ids for ids, _ in rows)], dtype=np.int32, casting="same_kind"
-    )
-    logprobs_TN = np.concatenate([none, *(logprobs for _, logprobs in rows)])
-    logprobs_T = logprobs_TN[:, 0]
-    ids_TN = ids_TN[:, 1:]
-    kept_TN = np.isfinite(logprobs_TN[:, 1:])
-    drawn_T = (kept_TN & (ids_TN == tokens_T[:, None])).any(axis=1)
-    unknown_T = ~drawn_T | (kept_TN.sum(axis=1) >= candidates)
-    ids_TN[unknown_T, 0] = tokens_T[unknown_T]
-    kept_TN[unknown_T] = np.arange(kept_TN.shape[1]) == 0
-    counts_T = kept_TN.sum(axis=1, dtype=np.int32)
-    return ids_TN[kept_TN], counts_T, np.where(unknown_T, np.float32("nan"), logprobs_T)

@@ -58,6 +58,8 @@ class Generate(Body):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = -1
     stop_token_ids: list[TokenId] = []
     candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
+    top_mass: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     policy_version: Version | None = None  # the version that the caller expects
     # accept a newer version, and wait if the request cannot be served now
     patient: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -331,6 +332,7 @@ def _row(leaf: Turn, like: Rollout) -> Rollout:
     more: dict[str, Any] = dict(columns)
     if any(turn.sampled is None or turn.sampled.kept_ids is None for turn in path):
         more |= {"kept_ids": None, "kept_counts": None}
+    more |= _top_tokens(path)
     if len(set(columns["versions"])) < 2:
         more["versions"] = None
     own = list(compress(columns["versions"], columns["loss_mask"]))
@@ -342,6 +344,24 @@ def _row(leaf: Turn, like: Rollout) -> Rollout:
         experts_SLK=_experts(path),
         **more,
     )
+
+
+def _top_tokens(path: Sequence[Turn]) -> dict[str, Any]:
+    """Top tokens of a branch, in arrays; tokens that the policy did not sample have none."""
+    counts = array("h")
+    ids = array("i")
+    logprobs = [np.zeros(0, np.float16)]
+    for turn in path:
+        sampled = turn.sampled
+        if sampled is None or sampled.top_counts is None:
+            return {}
+        if turn is not path[0]:
+            counts.extend([0] * len(turn.added))
+        counts.extend(sampled.top_counts)
+        ids.extend(sampled.top_ids or ())
+        if sampled.top_logprobs is not None:
+            logprobs.append(sampled.top_logprobs)
+    return {"top_counts": counts, "top_ids": ids, "top_logprobs": np.concatenate(logprobs)}
 
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 ones, or as the sampler computes; and statistics of passes: maxima for the sync's scales, router
 flips.
 
-B rows of a batch, N response tokens, S positions, L layers.
+B rows of a batch, N response tokens, S positions, L layers, E top tokens at all tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.head import LogprobOutput, LogprobRequest
 from megatron_rl.learner.modules.lora import adapters_off
 from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
-from megatron_rl.learner.modules.packing import Pack, costs_of, micro_batches, pack
+from megatron_rl.learner.modules.packing import Pack, costs_of, micro_batches, pack, unpadded
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import BatchInfo, DataPlane, minibatches, rows_of_replicas
@@ -157,6 +157,19 @@ class ForwardPasses(Policy):
         with self._activations.looking(True):
             return self._logprobs(batch)
 
+    def logprobs_of_top(self, share: Share) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, and the logprob of every top token: [N], [E]."""
+        batch = share.batch
+        with self._activations.looking(True):
+            packs, results = self._results(share, self._asked(entropy=False, top=True))
+        top = []
+        for mine, (_, top_NM) in zip(packs if results else (), results, strict=True):
+            rows = torch.tensor(mine.rows, dtype=torch.int64)
+            counts_N = batch.taken("top_counts_N", rows)
+            top.append(unpadded(top_NM, counts_N, int(counts_N.sum())))
+        logprobs_N = self._gathered(share, packs, [each_N for each_N, _ in results])
+        return logprobs_N, self._gathered(share, packs, top, batch.top_sizes_B)
+
     def logprobs_unseen(self, batch: Batch | Share) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
         with self._cache.looking(False):
@@ -217,13 +230,16 @@ class ForwardPasses(Policy):
         if isinstance(batch, Batch):
             share = self.part(batch)
             return self.data_plane.join(self._logprobs(share), share)
-        packs = self._packs(batch, torch.arange(len(batch.all)))
-        with torch.no_grad(), self.profiler.tracing("forward", len(packs) * len(self.chunks)):
-            asked = self._asked(entropy=False)
-            results = self._run(packs, asked, self._collect, forward_only=True)
-        return self._gathered(batch, packs, results)
+        packs, results = self._results(batch, self._asked(entropy=False))
+        return self._gathered(batch, packs, [logprobs_N for logprobs_N, _ in results])
 
-    def _asked(self, entropy: bool = True) -> LogprobRequest:
+    def _results(self, share: Share, asked: LogprobRequest) -> tuple[list[Pack], list[Any]]:
+        """Run a forward pass; return its packs and, on the last stage, results of each."""
+        packs = self._packs(share, torch.arange(len(share.all)))
+        with torch.no_grad(), self.profiler.tracing("forward", len(packs) * len(self.chunks)):
+            return packs, self._run(packs, asked, self._collect, forward_only=True)
+
+    def _asked(self, entropy: bool = True, top: bool = False) -> LogprobRequest:
         rollout = self.rollout
         return LogprobRequest(
             self.share,
@@ -231,20 +247,33 @@ class ForwardPasses(Policy):
             entropy,
             rollout.top_k if entropy else None,
             rollout.top_p,
+            top,
         )
 
-    def _collect(self, mine: Pack, found: LogprobOutput) -> Tensor:
-        return found.logprobs_N.cpu()
+    def _collect(self, mine: Pack, found: LogprobOutput) -> tuple[Tensor, Tensor | None]:
+        top_NM = found.top_logprobs_NM
+        return found.logprobs_N.cpu(), None if top_NM is None else top_NM.cpu()
 
-    def _gathered(self, share: Share, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
-        """Values of the replica's packs, on all its ranks; 0 where no pack has a token."""
-        found_N = None
+    def _gathered(
+        self,
+        share: Share,
+        packs: Sequence[Pack],
+        values: Sequence[Tensor],
+        sizes_B: Tensor | None = None,
+    ) -> Tensor:
+        """Values of the replica's packs, on all its ranks; 0 where no pack has a token. `sizes_B`:
+        number of values of each row; None: one for each response token.
+        """
+        if sizes_B is None:
+            sizes_B = share.batch.response_lengths_B
+        entries = int(sizes_B.sum())
+        found = None
         if self.ranks.reports:
-            found_N = torch.zeros(share.batch.responses.tokens)
-            for mine, values_N in zip(packs, values, strict=True):
+            found = torch.zeros(entries)
+            for mine, of_pack in zip(packs, values, strict=True):
                 rows = torch.tensor(mine.rows, dtype=torch.int64)
-                found_N[places_of(share.batch.response_lengths_B, rows)] = values_N.cpu()
-        return self.data_plane.share_values(found_N, share)
+                found[places_of(sizes_B, rows)] = of_pack.cpu()
+        return self.data_plane.share_values(found, entries)
 
     # what passes show
 

@@ -22,7 +22,7 @@ from megatron_rl.batch import Batch, Share, UpdateInputs
 from megatron_rl.config.schema import Config
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.modules.head import LogprobOutput
-from megatron_rl.learner.modules.packing import Pack, in_one_copy
+from megatron_rl.learner.modules.packing import Pack, in_one_copy, unpadded
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
 from megatron_rl.learner.profile import Profiler
@@ -32,7 +32,7 @@ from megatron_rl.loss.policy_loss import (
     count_totals,
     over_trained,
     policy_loss,
-    seen_tokens,
+    read_tokens,
 )
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
@@ -93,7 +93,8 @@ class Learner(ForwardPasses):
         anchored = targets.anchor_logprobs_N is not None
         with self.profiler.tracing("update", len(packs) * len(self.chunks)):
             with nullcontext() if anchored else self._activations.looking(True):
-                results = self._run(packs, self._asked(), partial(self._loss, columns, about))
+                asked = self._asked(top=targets.top_logprobs_E is not None)
+                results = self._run(packs, asked, partial(self._loss, columns, about))
             if not anchored:
                 logprobs = [logprobs_N for _, logprobs_N in results]
                 own_N = self._gathered(share, packs, logprobs)
@@ -112,7 +113,7 @@ class Learner(ForwardPasses):
         masks = (
             targets.mask_N,
             counted_N,
-            seen_tokens(self.loss, targets.mask_N, counted_N),
+            read_tokens(self.loss, targets),
             targets.weights_N > 0,
         )
         counts = [targets.responses.count(mask_N) for mask_N in masks]
@@ -170,6 +171,11 @@ class Learner(ForwardPasses):
             return scores.logprobs_N.sum() * 0.0, unused, ({}, torch.zeros(0))
         assert scores.entropy_N is not None
         targets = columns[mine.rows]
+        top_logprobs_E = None
+        if targets.top_logprobs_E is not None:
+            assert scores.top_logprobs_NM is not None and targets.top_counts_N is not None
+            entries = len(targets.top_logprobs_E)
+            top_logprobs_E = unpadded(scores.top_logprobs_NM, targets.top_counts_N, entries)
         loss, metrics = policy_loss(
             scores.logprobs_N,
             targets,
@@ -177,6 +183,7 @@ class Learner(ForwardPasses):
             about.totals,
             self.correction,
             scores.entropy_N if self.loss.entropy_coef else None,
+            top_logprobs_E,
         )
         entropy = (scores.entropy_N.detach() * targets.mask_N).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}

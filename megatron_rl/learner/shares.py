@@ -45,6 +45,7 @@ class BatchInfo:
     table: Table
     trained_B: Tensor  # bool: rows with a token that is trained on
     kept_sizes_B: Tensor  # ids in `kept_ids_K`
+    top_sizes_B: Tensor  # ids in `top_ids_E`
     columns: Mapping[str, Tensor]  # without entries: dtype, and shape of one
 
     @classmethod
@@ -52,17 +53,21 @@ class BatchInfo:
         trained_B = batch.responses.count(batch.mask_N) > 0
         kept = batch.kept_ids_K is not None
         kept_sizes_B = batch.kept_sizes_B if kept else torch.zeros(len(batch))
+        top = batch.top_counts_N is not None
+        top_sizes_B = batch.top_sizes_B if top else torch.zeros(len(batch))
         columns = {
             name: torch.empty_like(column[:0])  # a view would keep the whole column
             for name, column in batch.columns.items()
             if not name.endswith("_B")
         }
-        return cls(batch.table, trained_B, kept_sizes_B.long(), columns)
+        return cls(batch.table, trained_B, kept_sizes_B.long(), top_sizes_B.long(), columns)
 
     def sizes(self, name: str) -> Tensor:
         """Entries of a column in each row."""
         if name == "kept_ids_K":
             return self.kept_sizes_B
+        if name.endswith("_E"):
+            return self.top_sizes_B
         if name.endswith("_N"):
             return self.table.response_lengths_B
         return self.table.lengths_B
@@ -124,7 +129,7 @@ class DataPlane:
             about = BatchInfo.of(batch)
             header = {
                 "table": about.table.columns,
-                "about": [about.trained_B, about.kept_sizes_B, about.columns],
+                "about": [about.trained_B, about.kept_sizes_B, about.top_sizes_B, about.columns],
             }
         header = self._ranks.broadcast(header)
         return BatchInfo(Table(**header["table"]), *header["about"])
@@ -176,14 +181,14 @@ class DataPlane:
             start = end
         return got
 
-    def share_values(self, values_N: Tensor | None, share: Share) -> Tensor:
-        """FP32 values of the replica's response tokens on all of its ranks: its speaker's."""
+    def share_values(self, values: Tensor | None, entries: int) -> Tensor:
+        """So many FP32 values of the replica on all of its ranks: its speaker's."""
         members = self._members[self._replica]
-        if values_N is None:
-            values_N = torch.empty(share.batch.responses.tokens)
+        if values is None:
+            values = torch.empty(entries)
         if len(members) > 1:
-            dist.broadcast(values_N, src=self._speakers[self._replica], group=self._group)
-        return values_N
+            dist.broadcast(values, src=self._speakers[self._replica], group=self._group)
+        return values
 
     def join(self, values_N: Tensor, share: Share) -> Tensor:
         """Values of response tokens of all rows, on every rank."""

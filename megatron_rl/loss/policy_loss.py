@@ -25,11 +25,19 @@ from megatron_rl.config.schema import (
     LossConfig,
     Reduction,
 )
+from megatron_rl.loss.centering import CENTERED_FRACTION, OF_CENTERED, centering_term
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
-from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
+from megatron_rl.rollout_correction.metrics import (
+    MASKED_FRACTION,
+    PREFIX,
+    TOP_DIVERGENCES,
+    divergences,
+    token_sums,
+)
 from megatron_rl.rollout_correction.ratio import bounded_exp, wide
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.types import Metrics
 
 
@@ -86,18 +94,16 @@ def policy_loss(
     totals: Totals,
     correction: CorrectionConfig | None = None,
     entropy_N: Tensor | None = None,
+    top_logprobs_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some rows and its metrics: 0-dim tensors, sums over rows that add up alike.
 
-    `logprobs_N`: the policy's own, which carry the gradient. `correction` is read where they
-    complete it here: with another anchor than prox, or with none (the policy is its own).
+    `logprobs_N`, `top_logprobs_E`: the policy's own, which carry the gradient, of the response
+    tokens and of the top tokens. `correction` is read where they complete it here: with another
+    anchor than prox, or with none (the policy is its own).
     """
-    mismatch: dict[str, Tensor] = {}
-    now_N = logprobs_N.detach()
-    if correction is not None and correction.anchor != Anchor.prox:
-        targets, mismatch = _anchored_to_sampler(now_N, targets, correction, totals)
-    elif targets.anchor_logprobs_N is None:
-        targets = _anchored_to_itself(now_N, targets, correction)
+    top = _top(targets, top_logprobs_E)
+    targets, top, mismatch = _anchored(logprobs_N.detach(), targets, correction, totals, top)
     terms = _terms(logprobs_N, targets)
     mask_N = terms.mask_N
     scale_B = row_scale(targets, reduction_of(config), totals).to(terms.logprobs_N.dtype)
@@ -106,6 +112,12 @@ def policy_loss(
 
     loss = reduced(per_token_N, mask_N, scale_N)
     metrics = {"loss/policy": loss.detach()}
+    if top is not None and top_logprobs_E is not None and targets.top_weights_E is not None:
+        centering, of_center = centering_term(
+            top_logprobs_E, top, targets, terms.advantages_N, scale_N, config, totals.tokens
+        )
+        loss = loss + centering
+        metrics |= of_center
     seen_N = seen_tokens(config, mask_N, targets.denominator_mask_N)
     if seen_N is mask_N:
         seen_logprobs_N = terms.logprobs_N
@@ -127,6 +139,22 @@ def policy_loss(
     return loss, metrics | mismatch | _token_metrics(
         terms, clipped, totals, not LOSSES[config.name].supervised
     )
+
+
+def _top(targets: UpdateInputs, top_logprobs_E: Tensor | None) -> TopLogprobs | None:
+    """Top tokens with the learner's logprobs before the update."""
+    if top_logprobs_E is None:
+        return None
+    assert targets.top_counts_N is not None and targets.top_logprobs_E is not None
+    before_E = targets.top_anchor_E
+    if before_E is None:
+        before_E = top_logprobs_E
+    return TopLogprobs.of(targets.top_counts_N, targets.top_logprobs_E, before_E)
+
+
+def _divergences(top: TopLogprobs, mask_N: Tensor, totals: Totals) -> dict[str, Tensor]:
+    sums = divergences(top, mask_N)
+    return {PREFIX + name: sums[name] / max(1, totals.measured) for name in TOP_DIVERGENCES}
 
 
 def _terms(logprobs_N: Tensor, targets: UpdateInputs) -> Terms:
@@ -161,6 +189,14 @@ def seen_tokens(config: LossConfig, mask_N: Tensor, denominator_mask_N: Tensor) 
     if beside and config.kl_on == KlOn.counted:
         return mask_N | denominator_mask_N
     return mask_N
+
+
+def read_tokens(config: LossConfig, targets: UpdateInputs) -> Tensor:
+    """bool [N]: `seen_tokens`, and rejected ones that may be centered."""
+    seen_N = seen_tokens(config, targets.mask_N, targets.denominator_mask_N)
+    if targets.top_weights_E is None:
+        return seen_N
+    return seen_N | targets.denominator_mask_N
 
 
 def _penalty(
@@ -215,13 +251,17 @@ def _token_metrics(
 
 
 def over_trained(metrics: Metrics) -> Metrics:
-    """The batch's metrics, with means that are of the tokens that rules in the loss have left."""
-    trained = metrics.get("loss/trained_fraction") or 1.0
-    return metrics | {
-        name: metrics[name] / trained
-        for name in ("loss/approx_kl", "loss/ratio_mean")
-        if name in metrics
-    }
+    """The batch's metrics, with means that are of the tokens that rules in the loss have left, or
+    that are centered.
+    """
+    found = dict(metrics)
+    for names, fraction in (
+        (("loss/approx_kl", "loss/ratio_mean"), "loss/trained_fraction"),
+        (OF_CENTERED, CENTERED_FRACTION),
+    ):
+        tokens = metrics.get(fraction) or 1.0
+        found |= {name: metrics[name] / tokens for name in names if name in metrics}
+    return found
 
 
 def row_scale(targets: UpdateInputs, reduction: Reduction, totals: Totals) -> Tensor:
@@ -244,8 +284,34 @@ def row_scale(targets: UpdateInputs, reduction: Reduction, totals: Totals) -> Te
     return filled_B / tokens_B / totals.prompts
 
 
+def _anchored(
+    now_N: Tensor,
+    targets: UpdateInputs,
+    correction: CorrectionConfig | None,
+    totals: Totals,
+    top: TopLogprobs | None,
+) -> tuple[UpdateInputs, TopLogprobs | None, dict[str, Tensor]]:
+    """Inputs with an anchor, weights and masks; top tokens with that anchor; metrics of what is
+    completed here.
+    """
+    mismatch: dict[str, Tensor] = {}
+    if top is not None and targets.top_anchor_E is None:
+        mismatch = _divergences(top, targets.mask_N, totals)
+    if correction is not None and correction.anchor != Anchor.prox:
+        targets, of_tokens = _anchored_to_sampler(now_N, targets, correction, totals, top)
+        if top is not None:
+            top = replace(top, learner_E=top.sampler_E)
+        return targets, top, mismatch | of_tokens
+    if targets.anchor_logprobs_N is None:
+        targets = _anchored_to_itself(now_N, targets, correction, top)
+    return targets, top, mismatch
+
+
 def _anchored_to_itself(
-    now_N: Tensor, targets: UpdateInputs, correction: CorrectionConfig | None
+    now_N: Tensor,
+    targets: UpdateInputs,
+    correction: CorrectionConfig | None,
+    top: TopLogprobs | None,
 ) -> UpdateInputs:
     """The only update on a batch begins where the anchor is. What it found is measured by those who
     see all rows.
@@ -253,18 +319,21 @@ def _anchored_to_itself(
     targets = replace(targets, anchor_logprobs_N=now_N)
     if correction is None:
         return targets
-    _, weights_N, mask_N = correct_micro_batch(now_N, targets, correction)
-    return replace(targets, weights_N=weights_N, mask_N=mask_N)
+    return correct_micro_batch(now_N, targets, correction, top)[1]
 
 
 def _anchored_to_sampler(
-    now_N: Tensor, targets: UpdateInputs, correction: CorrectionConfig, totals: Totals
+    now_N: Tensor,
+    targets: UpdateInputs,
+    correction: CorrectionConfig,
+    totals: Totals,
+    top: TopLogprobs | None,
 ) -> tuple[UpdateInputs, dict[str, Tensor]]:
     """`anchor: sampler`: the ratio is pi over mu. `interpolated`: over a policy between the two,
     and that over mu.
     """
     sampler_N = targets.sampler_logprobs_N
-    ratio, weights_N, mask_N = correct_micro_batch(now_N, targets, correction)
+    ratio, corrected = correct_micro_batch(now_N, targets, correction, top)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_N = torch.where(torch.isfinite(sampler_N), sampler_N, now_N.to(sampler_N.dtype))
     # sums over these rows' tokens, divided so that those of micro-batches add up to means over the
@@ -275,7 +344,7 @@ def _anchored_to_sampler(
         # before this update, on a line of equal steps from the policy that sampled the token
         share_N = targets.staleness_N / (targets.staleness_N + 1.0)
         anchor_N = anchor_N + share_N * (now_N - anchor_N)
-        ratio, weights_N, mask_N = correct_micro_batch(anchor_N, targets, correction)
-    mismatch[MASKED_FRACTION] = (ratio.stays_N & ~mask_N).sum() / max(1, totals.tokens)
-    corrected = replace(targets, anchor_logprobs_N=anchor_N, weights_N=weights_N, mask_N=mask_N)
-    return corrected, mismatch
+        ratio, corrected = correct_micro_batch(anchor_N, targets, correction, top)
+    rejected_N = ratio.stays_N & ~corrected.mask_N
+    mismatch[MASKED_FRACTION] = rejected_N.sum() / max(1, totals.tokens)
+    return replace(corrected, anchor_logprobs_N=anchor_N), mismatch

@@ -7,7 +7,7 @@ of the whole batch before the first gradient.
 
 from collections.abc import Iterator
 
-from megatron_rl.config.choices import Anchor, Stat
+from megatron_rl.config.choices import TOP_STATS, Anchor, Stat
 from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
 from megatron_rl.config.sampling import RolloutSection
 from megatron_rl.loss.table import LOSSES
@@ -29,6 +29,8 @@ def whole_batch_terms(correction: CorrectionConfig) -> Iterator[str]:
             continue
         if rule.budget is not None:
             yield f"correction.reject[{place}].budget"
+        elif rule.stat in TOP_STATS:
+            yield f"correction.reject[{place}].stat"
         elif correction.renormalize or (correction.rebaseline and rule.when is None):
             yield f"correction.reject[{place}]"
 

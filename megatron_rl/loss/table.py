@@ -57,6 +57,9 @@ class Loss:
     clips: tuple[float, float] = (0.02, 1.0)
     # True if the loss trains on the data set's answers, without anchor and advantages
     supervised: bool = False
+    # True if, at level token, the loss of a token is a function of its own numbers alone, which
+    # correction.center needs
+    elementwise: bool = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -232,7 +235,9 @@ SHARED = ("level", "aggregate")
 DUAL = ("dual_clip",)
 LOSSES = {
     "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed"),
-    "gspo": Loss(gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02)),
+    "gspo": Loss(
+        gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02), elementwise=False
+    ),
     "cispo": Loss(
         cispo,
         (*CLIP, *SHARED),
@@ -241,7 +246,7 @@ LOSSES = {
         clips=(0.02, 10.0),
     ),
     "sapo": Loss(sapo, (), ("tau_positive", "tau_negative")),
-    "gmpo": Loss(gmpo, CLIP, per_row=True),
+    "gmpo": Loss(gmpo, CLIP, per_row=True, elementwise=False),
     "dppo": Loss(dppo, CLIP, ("trust_region",), clips=(1e-3, 1.0)),
     "clip_cov": Loss(
         clip_cov,
@@ -249,14 +254,22 @@ LOSSES = {
         (*DUAL, "cov_fraction", "cov_low", "cov_high"),
         band="closed",
         selects="drawn",
+        elementwise=False,
     ),
     "kl_cov": Loss(
-        kl_cov, CLIP, (*DUAL, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"
+        kl_cov,
+        CLIP,
+        (*DUAL, "cov_fraction", "cov_kl_coef"),
+        band="closed",
+        selects="highest",
+        elementwise=False,
     ),
-    "vespo": Loss(vespo, (), ("gamma_positive", "gamma_negative"), against_sampler=True),
+    "vespo": Loss(
+        vespo, (), ("gamma_positive", "gamma_negative"), against_sampler=True, elementwise=False
+    ),
     "reinforce": Loss(reinforce, ratio=False),
     "rollout_is": Loss(rollout_is, CLIP, band="open", clips=(0.02, 10.0), against_sampler=True),
-    "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True),
+    "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True, elementwise=False),
 }
 
 

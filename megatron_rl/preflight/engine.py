@@ -215,6 +215,12 @@ def transport(
         )
 
 
+def top_logprobs(shape: ModelShape, rollout: RolloutSection) -> Iterator[str]:
+    most = rollout.top_logprobs.max
+    if most > shape.vocab:
+        yield f"rollout.top_logprobs.max: {most} of a vocabulary of {shape.vocab}; use at most {shape.vocab}"
+
+
 def top_k_support(
     shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection
 ) -> Iterator[str]:
@@ -231,4 +237,15 @@ def top_k_support(
         )
 
 
-RULES = (top_k_support, experts, routed, ignored, arguments, cache, several, sleep, transport)
+RULES = (
+    top_k_support,
+    top_logprobs,
+    experts,
+    routed,
+    ignored,
+    arguments,
+    cache,
+    several,
+    sleep,
+    transport,
+)

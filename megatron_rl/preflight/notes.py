@@ -23,6 +23,9 @@ LINE = 4096  # bytes of metrics and ledger for each step
 # of a recorded token: its number, three logprobs or weights, two marks, and its text
 RESPONSE_TOKEN = 22
 PROMPT_TOKEN = 8
+# of the top logprobs, at most: their number at a token; id and logprob of each
+TOP_COUNT = 2
+TOP_ENTRY = 6
 # of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the
 # weight is that copy
 PARAMETER = {schema.Precision.bf16: 2 + 4 + 8, schema.Precision.fp32: 4 + 8}
@@ -52,6 +55,15 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
             follows = "next to nothing is clipped"
         usual = f"usual with it is {least:g} to {most:g}{_preset(loss.name)}"
         yield f"{said} with loss.name={loss.name}: {follows}; {usual}"
+
+
+def low_of_calibrated(correction: schema.CorrectionConfig) -> Iterator[str]:
+    weight = correction.weight
+    if weight.cap.confidence is not None and weight.low is not None:
+        yield (
+            f"correction.weight.low={weight.low:g} with correction.weight.cap.confidence: where the "
+            "cap was published, a lower bound lowered accuracy; null is usual"
+        )
 
 
 def _preset(loss: str) -> str:
@@ -154,7 +166,8 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
     saves = bool(checkpoint.every)
     kept = checkpoint.keep_last + bool(checkpoint.best)
     written = rollout.context_tokens - rollout.max_prompt_tokens  # in all turns of a row
-    row = rollout.max_prompt_tokens * PROMPT_TOKEN + written * RESPONSE_TOKEN
+    token = RESPONSE_TOKEN + top_bytes(rollout)
+    row = rollout.max_prompt_tokens * PROMPT_TOKEN + written * token
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
         checkpoint=trained(shape) * PARAMETER[config.learner.precision] if saves else 0,
@@ -163,6 +176,12 @@ def writes(shape: ModelShape, config: schema.Config) -> Writes:
         models=2 * parameters(shape) * (1 + bool(checkpoint.best)) if checkpoint.export_hf else 0,
         lines=run.steps * LINE,
     )
+
+
+def top_bytes(rollout: schema.RolloutSection) -> int:
+    """Return the bytes of a token's top logprobs, at most."""
+    most = rollout.top_logprobs.max
+    return TOP_COUNT + most * TOP_ENTRY if most else 0
 
 
 def short_disk(shape: ModelShape, config: schema.Config, elsewhere: bool) -> Iterator[str]:
@@ -199,6 +218,7 @@ RULES = (
     unread_score,
     unseen_steps,
     unusual_clip,
+    low_of_calibrated,
     chat_template,
     plain_prompts,
     short_disk,

@@ -13,7 +13,7 @@ import numpy as np
 
 LENGTH = struct.Struct("<Q")  # length prefix of a message
 AT_ONCE = 64 << 10  # bytes
-TRAVELLING = ("i", "f", "|u1", "<i2", "<u2")  # array types that can be sent
+TRAVELLING = ("h", "i", "f", "|u1", "<i2", "<u2", "<f2")  # array types that can be sent
 
 
 class ChannelClosed(ConnectionError):

@@ -23,6 +23,7 @@ from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Score, Task
 from megatron_rl.rollout.session_rewards import session_metrics, session_score
+from megatron_rl.rollout.top_logprobs import top_metrics
 from megatron_rl.tracking.timeline import Span
 from megatron_rl.types import (
     NEARLY_RIGHT,
@@ -233,6 +234,7 @@ class Collector:
             "rollout/logprobs_missing": sum(
                 int(np.isnan(one.rollout.logprobs).sum()) for one in everything
             ),
+            **top_metrics([one.rollout for one in everything], self._config.top_logprobs),
             "rollout/gen_batches": rounds,
             "rollout/groups": len(drawn),
             "rollout/groups_kept": spread,
@@ -295,6 +297,8 @@ def sampling_params(config: RolloutSection, stop_token_ids: tuple[int, ...]) -> 
         top_k=-1 if config.top_k is None else config.top_k,
         stop_token_ids=stop_token_ids,
         candidates=config.candidates,
+        top_logprobs=config.top_logprobs.max,
+        top_mass=config.top_logprobs.mass,
     )
 
 

@@ -14,7 +14,7 @@ parts that fit a core's cache. `docs/concepts/rollout-correction.md` explains ho
 Shape legend: N response tokens, B rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,27 +25,46 @@ from megatron_rl.batch import Batch, OneReplica, Replicas, Share, UpdateInputs
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Anchor,
+    Center,
     CorrectionConfig,
     Level,
     NonFinite,
     RejectRule,
     Stat,
 )
-from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, Sums, WeightSums
-from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, log_ratio
-from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
+from megatron_rl.rollout_correction.centering import center_weights
+from megatron_rl.rollout_correction.metrics import (
+    PREFIX,
+    MismatchSums,
+    Sums,
+    WeightSums,
+    log_odds_differences,
+)
+from megatron_rl.rollout_correction.parts import Part, parts_of
+from megatron_rl.rollout_correction.ratio import (
+    SHARED_LEVELS,
+    LogRatio,
+    as_float,
+    exact_log_ratio,
+)
+from megatron_rl.rollout_correction.rules import (
+    budget_cutoff,
+    judged,
+    next_below,
+    stat_of,
+    violations,
+)
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.rollout_correction.weights import (
     Weighted,
     bound,
+    cap_of,
     fraction_bounds,
     raw_ratio,
     solve_cap,
     units,
 )
-from megatron_rl.segments import Segments
 from megatron_rl.types import Metrics
-
-PART_TOKENS = 1 << 17  # that stay in a core's cache
 
 # of the rows that count in their group's baseline: advantages, and which of them have one
 Judge = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -63,6 +82,10 @@ class Correction:
     rejected_B: Tensor
     advantages_B: Tensor  # float32
     prox_logprobs_N: Tensor | None
+    # float32: weights of score centering, of top tokens and tails; None: not centered, or the loss
+    # completes them
+    top_weights_E: Tensor | None = None
+    tail_weights_N: Tensor | None = None
 
 
 def correct(
@@ -70,6 +93,7 @@ def correct(
     anchor_logprobs_N: Tensor | None,
     config: CorrectionConfig,
     advantage: AdvantageConfig,
+    top_anchor_E: Tensor | None = None,
 ) -> tuple[Correction, Tensor, Tensor]:
     """The correction of a replica's rows; advantages of all rows, float32, and which rows count in
     their group's baseline.
@@ -91,7 +115,9 @@ def correct(
         return advantages_B[share.own], kept_B[share.own]
 
     prox_N = anchor_logprobs_N if config.anchor == Anchor.prox else None
-    correction = rollout_correction(share.batch, prox_N, config, share.replicas, judge)
+    correction = rollout_correction(
+        share.batch, prox_N, config, share.replicas, judge, top_anchor_E
+    )
     return correction, *of_all[0]
 
 
@@ -115,15 +141,6 @@ def completed(
     return correct(replace(share, batch=seen), logprobs_N, config, advantage)[0]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Neighbouring rows."""
-
-    rows: slice
-    tokens: slice
-    ratio: LogRatio
-
-
 @torch.no_grad()
 def rollout_correction(
     batch: Batch,
@@ -131,8 +148,10 @@ def rollout_correction(
     config: CorrectionConfig,
     replicas: Replicas | None = None,
     judge: Judge | None = None,
+    top_prox_E: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics of a replica's rows.
+    """Weights, mask and metrics of a replica's rows. `top_prox_E`: proximal logprobs of the top
+    tokens.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the
     batch) pass None, and give `config` to `policy_loss`, which finishes the correction from the
@@ -150,7 +169,7 @@ def rollout_correction(
     weights_N = torch.empty(kept_N.shape, dtype=torch.float32)  # holds d until they are known
     mismatch = MismatchSums()
     parts = []
-    for part in _parts(batch, prox_logprobs_N, config, weights_N):
+    for part in parts_of(batch, prox_logprobs_N, config, weights_N, top_prox_E):
         ratio = part.ratio
         stays_N[part.tokens] = kept_part_N = ratio.stays_N
         for rule in unconditional:
@@ -159,17 +178,27 @@ def rollout_correction(
         kept_N[part.tokens] = kept_part_N
         mismatch.count(ratio)
         parts.append(replace(part, ratio=replace(ratio)))  # without derived tensors
-    _apply_budgets(parts, kept_N, unconditional, replicas)
+    rules = _apply_budgets(parts, kept_N, rules, replicas)
     cap = config.weight.high
     if config.weight.target_ess is not None:
         cap = _solved_cap(parts, kept_N, config, replicas)
-    rejected_B, advantages_B = _judged(batch, kept_N, config, judge)
-    _apply_conditional(parts, kept_N, rules, advantages_B)
+    judged_rows = _judged(batch, kept_N, config, judge)
+    _apply_conditional(parts, kept_N, rules, judged_rows.advantages_B)
     metrics = mismatch.metrics(replicas)
-    metrics |= _weigh(parts, kept_N, weights_N, advantages_B, cap, config, replicas)
+    centered = _center(parts, rules, judged_rows, cap, config)
+    of_weights, scale = _weigh(
+        parts, kept_N, weights_N, judged_rows.advantages_B, cap, config, replicas
+    )
     counted_N = kept_N.clone() if config.renormalize else stays_N
     return Correction(
-        weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, prox_logprobs_N
+        weights_N,
+        kept_N,
+        counted_N,
+        metrics | of_weights,
+        judged_rows.rejected_B,
+        judged_rows.advantages_B,
+        prox_logprobs_N,
+        *(one.mul_(scale) for one in centered),
     )
 
 
@@ -180,83 +209,95 @@ def _without_prox(
     stays_N = torch.empty_like(batch.mask_N)
     weights_N = torch.empty(stays_N.shape, dtype=torch.float32)
     faults = Sums()
-    for part in _parts(batch, None, config, weights_N):
+    for part in parts_of(batch, None, config, weights_N):
         stays_N[part.tokens] = part.ratio.stays_N
         weights_N[part.tokens] = as_float(part.ratio.counted_N)
         faults.add(sampler=part.ratio.sampler_faults)
     kept_N = stays_N.clone()
-    rejected_B, advantages_B = _judged(batch, kept_N, config, judge)
+    rows = _judged(batch, kept_N, config, judge)
     weights_N.masked_fill_(~kept_N, 0.0)
     metrics = {PREFIX + "non_finite_sampler": faults.reduced(replicas)["sampler"]}
     counted_N = kept_N.clone() if config.renormalize else stays_N
-    return Correction(weights_N, kept_N, counted_N, metrics, rejected_B, advantages_B, None)
+    return Correction(
+        weights_N, kept_N, counted_N, metrics, rows.rejected_B, rows.advantages_B, None
+    )
 
 
-def _judged(
-    batch: Batch, kept_N: Tensor, config: CorrectionConfig, judge: Judge | None
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Judged:
+    """Rows after the unconditional rules."""
+
+    rejected_B: Tensor  # bool
+    advantages_B: Tensor
+    keep_B: Tensor  # bool: rows with an advantage
+
+
+def _judged(batch: Batch, kept_N: Tensor, config: CorrectionConfig, judge: Judge | None) -> _Judged:
     """Rows that the rules rejected, and advantages. Rows without one are taken out of `kept_N`."""
     rows = batch.responses
     had_B = rows.count(batch.mask_N) > 0
     rejected_B = had_B & (rows.count(kept_N) == 0)
     if judge is None:
-        return rejected_B, torch.ones(len(batch))
+        return _Judged(rejected_B, torch.ones(len(batch)), torch.ones_like(had_B))
     # with `rebaseline`, neither rows that rules rejected, nor those whose mask was empty before
     # (truncated responses under reward.overlong_filter); later departures still count
     counted_B = had_B & ~rejected_B if config.rebaseline else torch.ones_like(had_B)
     advantages_B, keep_B = judge(counted_B)
     kept_N &= rows.at_tokens(keep_B)
-    return rejected_B, advantages_B
-
-
-def _parts(
-    batch: Batch, prox_logprobs_N: Tensor | None, config: CorrectionConfig, d_N: Tensor
-) -> Iterator[_Part]:
-    """Parts of a batch with their log-ratios, written to `d_N`. One of them at least."""
-    lengths = batch.response_lengths_B
-    ends = lengths.cumsum(0)
-    first = start = 0
-    while True:
-        last = int(torch.searchsorted(ends, start + PART_TOKENS, right=True))
-        last = min(max(last, first + 1), len(lengths))
-        end = int(ends[last - 1]) if last else 0
-        rows = slice(first, last)
-        tokens = slice(start, end)
-        segments = Segments.rows(lengths[rows], end - start)
-        turns = None
-        if batch.turns_N is not None:
-            turns = Segments.turns(batch.turns_N[tokens], segments)
-        sampler_N = batch.sampler_logprobs_N[tokens]
-        if prox_logprobs_N is None:
-            prox_N = torch.zeros_like(sampler_N)
-        else:
-            prox_N = prox_logprobs_N[tokens]
-        ratio = log_ratio(
-            prox_N, sampler_N, batch.mask_N[tokens], config.non_finite, segments, turns, d_N[tokens]
-        )
-        yield _Part(rows, tokens, ratio)
-        first = last
-        start = end
-        if last == len(lengths):
-            return
+    return _Judged(rejected_B, advantages_B, keep_B)
 
 
 def _apply_budgets(
-    parts: list[_Part], kept_N: Tensor, rules: list[RejectRule], replicas: Replicas
-) -> None:
-    """Rules with a budget, on the statistic of the whole batch before any rule masked."""
+    parts: list[Part], kept_N: Tensor, rules: list[RejectRule], replicas: Replicas
+) -> list[RejectRule]:
+    """Apply rules with a budget, on the statistic of the whole batch before any rule masked; return
+    all rules, with the bounds that were found in the place of budgets.
+    """
+    bounded = []
     for rule in rules:
-        if rule.budget is None:
+        if rule.budget is None or rule.when is not None:
+            bounded.append(rule)
             continue
         stats = [stat_of(rule, part.ratio)[judged(rule, part.ratio)] for part in parts]
         cutoff = budget_cutoff(torch.cat(stats), rule.budget, replicas)
         for part in parts:
             beyond = (stat_of(rule, part.ratio) >= cutoff) & judged(rule, part.ratio)
             kept_N[part.tokens] &= ~part.ratio.at_tokens(rule.level, beyond)
+        bounded.append(replace(rule, budget=None, high=next_below(cutoff)))
+    return bounded
+
+
+def _center(
+    parts: list[Part],
+    rules: list[RejectRule],
+    rows: _Judged,
+    cap: float | None,
+    config: CorrectionConfig,
+) -> list[Tensor]:
+    """Weights of top tokens and tails, before the normalization; none without centering."""
+    if config.center == Center.none or any(part.ratio.top is None for part in parts):
+        return []
+    found = [_centered(part, rules, rows, cap, config) for part in parts]
+    return [torch.cat(columns) for columns in zip(*found, strict=True)]
+
+
+def _centered(
+    part: Part, rules: list[RejectRule], rows: _Judged, cap: float | None, config: CorrectionConfig
+) -> tuple[Tensor, Tensor]:
+    """Weights of top tokens and tails, before the normalization. Rows without an advantage have
+    none.
+    """
+    ratio = replace(part.ratio)  # its derived tensors are freed before the next part
+    assert ratio.top is not None
+    of_top, of_tails = center_weights(
+        ratio, ratio.top, config, rules, cap, rows.advantages_B[part.rows]
+    )
+    keep_N = ratio.rows.at_tokens(rows.keep_B[part.rows]).float()
+    return of_top * ratio.top.tokens.at_tokens(keep_N), of_tails * keep_N
 
 
 def _solved_cap(
-    parts: list[_Part], kept_N: Tensor, config: CorrectionConfig, replicas: Replicas
+    parts: list[Part], kept_N: Tensor, config: CorrectionConfig, replicas: Replicas
 ) -> float:
     weight = config.weight
     found = []
@@ -268,7 +309,7 @@ def _solved_cap(
             ones = int((ratio.one_N & kept_N[part.tokens]).sum())
             weighed_N = weighed_N & ~ratio.one_N
         tokens = as_float(weighed_N)
-        if weight.level in (Level.sequence, Level.turn):
+        if weight.level in SHARED_LEVELS:
             tokens = ratio.sums(weight.level, tokens)
         found.append(Weighted(raw_ratio(weight, ratio), tokens, ones))
     kept = float(replicas.sum(kept_N.sum(dtype=torch.float64)))
@@ -276,7 +317,7 @@ def _solved_cap(
 
 
 def _apply_conditional(
-    parts: list[_Part], kept_N: Tensor, rules: list[RejectRule], advantages_B: Tensor
+    parts: list[Part], kept_N: Tensor, rules: list[RejectRule], advantages_B: Tensor
 ) -> None:
     """Rules with `when`, once the advantages are known; they move no baseline."""
     for rule in rules:
@@ -288,15 +329,15 @@ def _apply_conditional(
 
 
 def _weigh(
-    parts: list[_Part],
+    parts: list[Part],
     kept_N: Tensor,
     weights_N: Tensor,
     advantages_B: Tensor,
     cap: float | None,
     config: CorrectionConfig,
     replicas: Replicas,
-) -> Metrics:
-    """Weights of the kept tokens, into `weights_N`; metrics of them."""
+) -> tuple[Metrics, float]:
+    """Weights of the kept tokens, into `weights_N`; metrics of them, and what normalized them."""
     weight = config.weight
     applied = WeightSums()
     for part in parts:
@@ -306,9 +347,12 @@ def _weigh(
         kept_B = ratio.rows.count(kept_N[part.tokens])
         applied.count_rows(ratio.rows.count(ratio.stays_N), kept_B)
         raw = raw_ratio(weight, ratio)
-        bounded = bound(weight, raw, cap)
+        own_cap = cap_of(weight, ratio, cap)
+        if weight.cap.confidence is not None:
+            applied.add(**log_odds_differences(ratio))
+        bounded = bound(weight, raw, own_cap)
         applied.count_units(
-            raw, bounded, units(weight, ratio, kept_float_N), *fraction_bounds(weight, cap)
+            raw, bounded, units(weight, ratio, kept_float_N), *fraction_bounds(weight, own_cap)
         )
         raw_N = ratio.at_tokens(weight.level, raw)
         _fill_weights(weight.level, ratio, bounded, kept_float_N, out_N)
@@ -326,7 +370,7 @@ def _weigh(
     found = applied.reduced(replicas)
     scale = 1.0
     if weight.normalize and weight.level != Level.none:
-        if weight.level in (Level.sequence, Level.turn):
+        if weight.level in SHARED_LEVELS:
             total, count = found["unit_total"], found["units"]
         else:
             total, count = found["weight"], found["n"]
@@ -336,7 +380,7 @@ def _weigh(
     metrics = applied.metrics(found, scale)
     if weight.target_ess is not None and cap is not None:
         metrics[PREFIX + "cap"] = cap
-    return metrics
+    return metrics, scale
 
 
 def _fill_weights(
@@ -349,10 +393,13 @@ def _fill_weights(
 
 @torch.no_grad()
 def correct_micro_batch(
-    prox_N: Tensor, targets: UpdateInputs, config: CorrectionConfig
-) -> tuple[LogRatio, Tensor, Tensor]:
-    """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits
-    for a device.
+    prox_N: Tensor,
+    targets: UpdateInputs,
+    config: CorrectionConfig,
+    top: TopLogprobs | None = None,
+) -> tuple[LogRatio, UpdateInputs]:
+    """Log-ratio of rows whose learner logprobs the loss alone knows, and their inputs with weights
+    and masks. Never waits for a device.
     """
     ratio = exact_log_ratio(
         prox_N,
@@ -363,6 +410,7 @@ def correct_micro_batch(
         targets.turns,
         torch.empty_like(targets.mask_N, dtype=torch.float32),
     )
+    ratio = replace(ratio, top=top)
     kept_N = ratio.stays_N
     for rule in config.reject:
         if rule.stat == Stat.staleness:
@@ -372,10 +420,18 @@ def correct_micro_batch(
             wrong_N = targets.responses.at_tokens(targets.advantages_B < 0)
             rejected_N = rejected_N & wrong_N
         kept_N = kept_N & ~rejected_N
-    bounded = bound(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
+    weight = config.weight
+    cap = cap_of(weight, ratio, weight.high)
+    bounded = bound(weight, raw_ratio(weight, ratio), cap)
     weights_N = torch.empty_like(ratio.d_N)
-    _fill_weights(config.weight.level, ratio, bounded, as_float(kept_N), weights_N)
-    return ratio, weights_N, kept_N
+    _fill_weights(weight.level, ratio, bounded, as_float(kept_N), weights_N)
+    targets = replace(targets, weights_N=weights_N, mask_N=kept_N)
+    if top is not None and config.center != Center.none:
+        of_top, of_tails = center_weights(
+            ratio, top, config, config.reject, config.weight.high, targets.advantages_B
+        )
+        targets = replace(targets, top_weights_E=of_top, tail_weights_N=of_tails)
+    return ratio, targets
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:

@@ -8,18 +8,25 @@ Shape legend: N response tokens, B rows.
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_rl.batch import Replicas
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp, ends_of
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.types import Metrics
 
 PREFIX = "rollout_corr/"
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
 OUTSIDE_SUPPORT = PREFIX + "outside_support"
 KEPT_LOG_MASS = PREFIX + "kept_log_mass"
+HIGHEST_LOGPROB = -1e-7  # whose log-odds float32 can hold
+CONFIDENCE_EDGES = (0.5, 0.9, 0.99, 0.999)
+CONFIDENCE_BINS = tuple(f"{low}_to_{high}" for low, high in pairwise((0, *CONFIDENCE_EDGES, 1)))
+TOP_DIVERGENCES = ("top_kl", "top_reverse_kl", "top_tv")
+TOP_TOKENS = "top_tokens"
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
@@ -104,12 +111,25 @@ def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
     return {PREFIX + name: value_N.sum(dtype=torch.float64) for name, value_N in values.items()}
 
 
+def divergences(top: TopLogprobs, counted_N: Tensor) -> dict[str, Tensor]:
+    """Sums over counted tokens with known distributions, and their number."""
+    measured_N = counted_N & top.usable_N
+    values = (top.kl_N, top.reverse_kl_N, top.total_variation_N)
+    found = {
+        name: value_N.masked_fill(~measured_N, 0.0).sum(dtype=torch.float64)
+        for name, value_N in zip(TOP_DIVERGENCES, values, strict=True)
+    }
+    return found | {TOP_TOKENS: measured_N.sum()}
+
+
 class MismatchSums(Sums):
     """Sums that describe p against mu, for any choice of weights."""
 
     def count(self, ratio: LogRatio) -> None:
         self._count_tokens(ratio)
         self._count_rows(ratio)
+        if ratio.top is not None:
+            self.add(**divergences(ratio.top, ratio.counted_N))
         self.add(sampler_faults=ratio.sampler_faults, learner_faults=ratio.learner_faults)
 
     def _count_tokens(self, ratio: LogRatio) -> None:
@@ -206,12 +226,35 @@ class MismatchSums(Sums):
             "ppl_ratio",
         ):
             metrics[name] = _ratio(found[name], rows)
+        for name in TOP_DIVERGENCES:
+            if name in found:
+                metrics[name] = _ratio(found[name], found[TOP_TOKENS])
         metrics["chi2_seq"] = _ratio(found["chi2_seq"], rows) - (1.0 if rows else 0.0)
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def _bounded(exponent: float) -> float:
     return math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, exponent)))
+
+
+def log_odds_differences(ratio: LogRatio) -> dict[str, Tensor]:
+    """Sum of |logit p - logit q| and number of tokens, by bins of p."""
+    p_N = ratio.prox_N.clamp(max=HIGHEST_LOGPROB)
+    q_N = (ratio.prox_N - ratio.d_N).clamp(max=HIGHEST_LOGPROB)
+    odds_N = (p_N - q_N) - (log_rest(p_N) - log_rest(q_N))
+    edges = torch.tensor(CONFIDENCE_EDGES, device=p_N.device)
+    bin_N = torch.bucketize(p_N.exp(), edges)
+    found = {}
+    for number, name in enumerate(CONFIDENCE_BINS):
+        inside_N = (bin_N == number) & ratio.counted_N
+        found[f"odds {name}"] = odds_N.abs().masked_fill(~inside_N, 0.0).sum()
+        found[f"odds {name} tokens"] = inside_N.sum()
+    return found
+
+
+def log_rest(logprobs_N: Tensor) -> Tensor:
+    """log(1 - probability)."""
+    return (-logprobs_N.expm1()).log()
 
 
 class WeightSums(Sums):
@@ -225,7 +268,12 @@ class WeightSums(Sums):
         self.add_moments({"weight": values_N.clone()}, mask_float_N, ("weight", "weight"))
 
     def count_units(
-        self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float
+        self,
+        raw: Tensor,
+        bounded: Tensor,
+        kept_float: Tensor,
+        low: float | Tensor,
+        high: float | Tensor,
     ) -> None:
         """Raw ratios of kept tokens, turns or rows outside the bounds, and the bounded ones that the
         normalisation acts on.
@@ -279,6 +327,9 @@ class WeightSums(Sums):
             "rollout_rs_seq_masked_fraction": _ratio(found["touched_rows"], found["before_rows"]),
         }
         metrics |= _cost_of_bounds(found, scale)
+        for name in CONFIDENCE_BINS:
+            if tokens := found.get(f"odds {name} tokens"):
+                metrics[f"log_odds_abs_diff/{name}"] = found[f"odds {name}"] / tokens
         return {PREFIX + name: value for name, value in metrics.items()}
 
 

@@ -1,7 +1,7 @@
 """Log-ratio of each token, learner's logprob less the sampler's; treatment of non-finite values;
-sums, means and extremes of token values by row, turn or prefix.
+sums, means and extremes of token values by row, turn, segment or prefix.
 
-Shape legend: N response tokens, B rows, U rows, turns or, for prefixes, tokens.
+Shape legend: N response tokens, B rows, U rows, turns, segments or, for prefixes, tokens.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Level, NonFinite
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.segments import Segments
 
 EXPONENT_LIMIT = 20.0
+SEGMENT_TOKENS = 64
+SHARED_LEVELS = (Level.sequence, Level.turn, Level.segment)  # of which tokens share one value
 
 # no logprobs of one token differ by this much, and its square still sums over a batch in float32
 LARGEST_DIFFERENCE = 1e15
@@ -59,6 +62,7 @@ class LogRatio:
     sampler_faults: int | Tensor = 0
     learner_faults: int | Tensor = 0
     prox_logprobs_N: Tensor | None = None  # p, finite
+    top: TopLogprobs | None = None  # None: not reported, or not read
 
     @cached_property
     def bounded_d_N(self) -> Tensor:
@@ -117,10 +121,27 @@ class LogRatio:
         return self.rows.sum(self.d_N)
 
     def segments(self, level: Level) -> Segments:
-        """Rows, or the turns of sessions."""
+        """Rows, their segments, or the turns of sessions."""
         if level == Level.turn and self.turns is not None:
             return self.turns
+        if level == Level.segment:
+            return self._segments
         return self.rows
+
+    @cached_property
+    def _segments(self) -> Segments:
+        """Each row cut after every SEGMENT_TOKENS tokens that stay; some of them empty."""
+        rows = self.rows
+        stays_N = self.stays_N.double()
+        before_N = rows.running_sum(stays_N) - stays_N
+        most_B = rows.lengths_R.div(SEGMENT_TOKENS, rounding_mode="floor") + 1
+        first_N = rows.at_tokens(most_B.cumsum(0) - most_B)
+        segment_N = first_N + before_N.div(SEGMENT_TOKENS, rounding_mode="floor").long()
+        # no more than these: to count them would be to wait for a device
+        count = rows.tokens // SEGMENT_TOKENS + rows.units
+        lengths_U = torch.zeros(count, dtype=torch.int64, device=segment_N.device)
+        lengths_U.index_add_(0, segment_N, torch.ones_like(segment_N))
+        return Segments(lengths_U, rows.tokens, count)
 
     def sums(self, level: Level, values_N: Tensor) -> Tensor:
         """Sums of values, 0 at uncounted tokens, per row, turn or prefix."""
@@ -153,7 +174,7 @@ class LogRatio:
 
     def at_tokens(self, level: Level, values: Tensor) -> Tensor:
         """Values per row, turn or prefix (or token) as one of each token."""
-        if level in (Level.sequence, Level.turn):
+        if level in SHARED_LEVELS:
             return self.segments(level).at_tokens(values)
         return values
 

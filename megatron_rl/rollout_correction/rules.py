@@ -1,4 +1,4 @@
-"""Reject rules: a statistic of log-ratios per token, prefix, turn or row; bounds; budget cutoff.
+"""Reject rules: a statistic of log-ratios per token, prefix, segment, turn or row; bounds; budget cutoff.
 
 Shape legend: N response tokens. All rules see the same mask, so their order is irrelevant.
 d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -6,12 +6,14 @@ d = p - mu, and rho = exp(d) is always learner over sampler.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.batch import Replicas
-from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
+from megatron_rl.config.schema import TOP_STATS, Level, Reduce, RejectRule, Stat
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 
 
 def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
@@ -31,7 +33,21 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
         return bounded_exp(d_N.abs())
     if stat == Stat.staleness:
         return d_N  # `without_stale` hands ages over in place of differences
+    if stat in TOP_STATS:
+        if ratio.top is None:
+            raise ValueError(
+                f"stat {stat} needs the top logprobs of sampler and learner, which a record does not "
+                "hold; leave the rule out"
+            )
+        return _top_stat(stat, ratio.top).to(d_N.dtype)
     return _coin_stat(stat, ratio)
+
+
+def _top_stat(stat: Stat, top: TopLogprobs) -> Tensor:
+    """Divergence of the two distributions over top tokens and tail; 0 where they are not known."""
+    if stat == Stat.top_tv:
+        return top.total_variation_N
+    return top.kl_N if stat == Stat.top_kl else top.reverse_kl_N
 
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
@@ -84,14 +100,19 @@ def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """bool [N]: tokens that a rule with bounds rejects."""
-    stat = stat_of(rule, ratio)
+    outside = is_outside(rule, stat_of(rule, ratio))
+    return ratio.at_tokens(rule.level, outside & judged(rule, ratio))
+
+
+def is_outside(rule: RejectRule, stat: Tensor) -> Tensor:
+    """Mask of the values that a rule's bounds reject."""
     # written as "not inside", so that a statistic that overflowed to NaN is rejected
     inside = torch.ones_like(stat, dtype=torch.bool)
     if rule.low is not None:
         inside &= stat >= rule.low
     if rule.high is not None:
         inside &= stat <= rule.high
-    return ratio.at_tokens(rule.level, ~inside & judged(rule, ratio))
+    return ~inside
 
 
 def budget_cutoff(values: Tensor, budget: float, replicas: Replicas) -> float:
@@ -120,6 +141,13 @@ def budget_cutoff(values: Tensor, budget: float, replicas: Replicas) -> float:
         else:
             low = middle + 1
     return float(_value(torch.tensor([high], dtype=torch.int32)))
+
+
+def next_below(cutoff: float) -> float | None:
+    """The largest float32 value below a cutoff; None: there is none to cut."""
+    if cutoff == math.inf:
+        return None
+    return float(np.nextafter(np.float32(cutoff), np.float32(-math.inf)))
 
 
 def _ordered(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Replicas
 from megatron_rl.config.schema import Aggregate, Level, Outside, WeightConfig
-from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
+from megatron_rl.rollout_correction.ratio import SHARED_LEVELS, LogRatio, bounded_exp
 
 SEARCH_STEPS = 40
 
@@ -32,18 +32,32 @@ def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
 
 
 def units(config: WeightConfig, ratio: LogRatio, kept_float_N: Tensor) -> Tensor:
-    """1 per kept token, turn or row: the units that bounds act on."""
-    if config.level in (Level.sequence, Level.turn):
+    """1 per kept token, segment, turn or row: the units that bounds act on."""
+    if config.level in SHARED_LEVELS:
         return (ratio.sums(config.level, kept_float_N) > 0).float()
     return kept_float_N
 
 
-def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
+Cap = float | Tensor | None  # a tensor: each token's own
+
+
+def cap_of(config: WeightConfig, ratio: LogRatio, high: float | None) -> Cap:
+    """The cap of each token by its confidence (arXiv 2609.32444), or `high` for all."""
+    if config.cap.confidence is None:
+        return high
+    return 1.0 + config.cap.confidence * (1.0 - ratio.prob_N).clamp(min=config.cap.floor)
+
+
+def bound(config: WeightConfig, raw: Tensor, cap: Cap) -> Tensor:
     if config.level == Level.none:
         return torch.ones_like(raw)
     if config.low is None and cap is None:
         return raw
     if config.outside == Outside.truncate:
+        if isinstance(cap, Tensor):
+            return (
+                raw.minimum(cap) if config.low is None else raw.minimum(cap).clamp(min=config.low)
+            )
         return raw.clamp(min=config.low, max=cap)
     inside = torch.ones_like(raw, dtype=torch.bool)
     if config.low is not None:
@@ -53,14 +67,13 @@ def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
     return raw * inside
 
 
-def fraction_bounds(config: WeightConfig, cap: float | None) -> tuple[float, float]:
+def fraction_bounds(config: WeightConfig, cap: Cap) -> tuple[float | Tensor, float | Tensor]:
     """Bounds that the fraction metrics count against: where no low is set, the mirror of high."""
-    low = config.low
     if cap is None:
-        return low or 0.0, math.inf
-    if low is None:
-        low = 1.0 / cap
-    return low, cap
+        return config.low or 0.0, math.inf
+    if config.low is None:
+        return 1.0 / cap, cap
+    return config.low, cap
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class EngineSettings:
     in_flight: schema.InFlight = schema.InFlight.drain
     routed_experts: bool = False  # responses come with the experts of every token read
     head: schema.Precision = schema.Precision.bf16  # precision of the logits
-    candidates: int = 0  # logprobs per sampled token, to determine its sampling support
+    # logprobs per sampled token, for its sampling support and top tokens
+    candidates: int = 0
 
     @classmethod
     def from_config(cls, config: schema.Config) -> EngineSettings:
@@ -61,7 +62,7 @@ class EngineSettings:
             in_flight=config.rollout.in_flight,
             routed_experts=config.learner.router is schema.Router.replay,
             head=config.model.head_precision,
-            candidates=config.rollout.candidates,
+            candidates=max(config.rollout.candidates, config.rollout.top_logprobs.max),
         )
 
     def with_format(self, format: schema.Format) -> EngineSettings:

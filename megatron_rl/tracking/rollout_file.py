@@ -49,6 +49,10 @@ SCHEMA = pa.schema(
         # with rollout.top_k: the sampling support of each token, one after the other
         ("kept_ids", pa.list_(pa.int32())),
         ("kept_counts", pa.list_(pa.int32())),  # size of the support at each token
+        # with rollout.top_logprobs: the top tokens of each token, one after the other
+        ("top_ids", pa.list_(pa.int32())),
+        ("top_logprobs", pa.list_(pa.float16())),
+        ("top_counts", pa.list_(pa.int16())),  # their number at each token
         # policy version of each token, where an update came between them
         ("versions", pa.list_(pa.int32())),
         # of a session: the turn that each token was sampled in, -1: in none
@@ -65,7 +69,8 @@ SCHEMA = pa.schema(
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 # where there is any
-_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "credit")
+_TOP = ("top_ids", "top_logprobs", "top_counts")  # not in recordings of version 0.2.0
+_OF_TOKENS = ("kept_ids", "kept_counts", *_TOP, "versions", "turns", "credit")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
@@ -103,9 +108,9 @@ def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> JsonObject:
     rollouts = [one.rollout for one in scored]
     return {
         **{
-            name: [getattr(rollout, name) for rollout in rollouts]
-            for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)
+            name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row")
         },
+        **{name: [_values(getattr(rollout, name)) for rollout in rollouts] for name in _OF_TOKENS},
         "session": [one.session and json.dumps(asdict(one.session), **AS_TEXT) for one in rollouts],
         **{
             name: [getattr(one, name) for one in scored]
@@ -118,6 +123,11 @@ def _sampled(scored: Sequence[Scored], lengths: np.ndarray) -> JsonObject:
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
     }
+
+
+def _values(values: Any) -> np.ndarray | None:
+    """Return the values as an array that Arrow reads without an object for each."""
+    return None if values is None else np.asarray(values)
 
 
 def _computed(lengths: np.ndarray, columns: Columns) -> JsonObject:
@@ -164,6 +174,10 @@ def load_recorded(path: Path) -> Recorded:
     from megatron_rl.batch import collate
 
     table = read_rollouts(path)
+    for name in set(_TOP) - set(table.column_names):
+        table = table.append_column(
+            SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type)
+        )
     if missing := set(SCHEMA.names) - set(table.column_names):
         raise ValueError(f"{path}: recorded by an earlier version, without {sorted(missing)[0]}")
     lists = {name: arrays(table, name) for name in LISTS}

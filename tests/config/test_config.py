@@ -36,7 +36,7 @@ def test_every_shipped_recipe_loads_and_survives_a_round_trip(path: Path) -> Non
     "preset", sorted((ROOT / "conf" / "correction").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_every_correction_preset_loads(recipe: Path, preset: Path) -> None:
-    load(recipe, [f"correction={preset.stem}"])
+    load(recipe, [f"correction={preset.stem}", "rollout.top_logprobs.max=32"])
 
 
 def test_overrides_are_typed_and_win(recipe: Path) -> None:
@@ -204,6 +204,7 @@ TOGETHER = [
     (ADAPTERS, "learner.lora.alpha=0", "learner.lora.alpha"),
     (["learner.lora.alpha=4"], "learner.lora.rank=0", "learner.lora.alpha"),
     (["learner.router=replay"], "rollout.source=dataset", "learner.router"),
+    (["rollout.top_logprobs.max=8"], "rollout.source=dataset", "rollout.top_logprobs.max"),
     (["learner.router=replay"], "learner.megatron.moe_aux_loss_coeff=0.01", "learner.router"),
     (["learner.router=replay"], "learner.megatron.moe_router_fusion=true", "learner.router"),
     (AHEAD, "correction=bypass", ""),

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from megatron_rl.engine.candidates import CandidateRequest
 from megatron_rl.engine.generation import Sample
 
 LAYERS = 4
@@ -65,7 +66,7 @@ class Device:
         request = Request(
             name, PROMPT, SamplingParams(max_tokens=tokens), None, block_hasher=self._hasher
         )
-        sample = Sample(1, 0, {"tokens": PROMPT})
+        sample = Sample(1, CandidateRequest(), {"tokens": PROMPT})
         chosen = []
         read = cached
         for part in [*parts, *[1] * (tokens - 1)]:

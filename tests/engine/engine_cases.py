@@ -12,6 +12,7 @@ import torch
 from checked_cases import run_checked
 from in_flight_cases import run_in_flight
 from live_engine import EngineCase
+from top_cases import run_top
 from trainer_cases import run_trainer
 from update_cases import run_cache, run_case
 
@@ -32,6 +33,7 @@ def main() -> None:
         "checked": lambda: run_checked(EngineCase("qwen3", Format.int8, out / "checked")),
         "trainer": run_trainer,
         "in_flight": lambda: run_in_flight(EngineCase("qwen3", Format.none, out / "in_flight")),
+        "top": lambda: run_top(EngineCase("qwen3", Format.int8, out / "top")),
         "cache": lambda: run_cache(
             EngineCase(
                 "qwen3",

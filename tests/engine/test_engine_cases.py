@@ -199,6 +199,32 @@ def test_answers_in_the_making_and_other_requests(found: dict) -> None:
     assert all(case.values()), case
 
 
+@pytest.mark.parametrize("name", ["all", "top_k and top_p", "temperature", "updated"])
+def test_top_tokens_are_those_of_all_logprobs(name: str, found: dict) -> None:
+    case = found["top"][name]
+    assert case["same"]
+    counts = [count for one in case["answers"] for count in one["counts"]]
+    for one in case["answers"]:
+        assert one["right"]
+        assert one["logprobs"]
+        assert one["sums"] < 1e-4
+        assert one["outside"] == 0
+        assert one["versions"] == 1 + (name == "updated")
+    assert 1 <= min(counts) < max(counts) <= 8
+    filtered = name == "top_k and top_p"
+    assert any(one["supports"] for one in case["answers"]) == filtered
+
+
+def test_mass_and_number_both_limit_the_top_tokens(found: dict) -> None:
+    counts = [
+        count
+        for case in found["top"].values()
+        for one in case["answers"]
+        for count in one["counts"]
+    ]
+    assert 0.1 < sum(count == 8 for count in counts) / len(counts) < 0.9
+
+
 def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     case = found["trainer"]
     assert case["sent"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.engine.candidates import CandidateRequest
 from megatron_rl.engine.generation import Sample
 
 INF = math.inf
@@ -32,7 +33,7 @@ def output(tokens: list[int], candidates: tuple[np.ndarray, np.ndarray] | None) 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_a_sample_of_candidates_holds_nothing_of_its_batch(dtype: Any) -> None:
     """Each step's arrays are of the whole batch, and as wide as its widest request."""
-    sample = Sample(5, 3, {})
+    sample = Sample(5, CandidateRequest(3), {})
     own = []
     for drawn, ids, logprobs, _ in CASES:
         own.append(dict(zip(ids, logprobs, strict=True)).get(drawn, -1.0))
@@ -64,7 +65,7 @@ def test_a_sample_of_candidates_holds_nothing_of_its_batch(dtype: Any) -> None:
 def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(
     steps: Any, logprobs: list[float]
 ) -> None:
-    sample = Sample(5, 0, {})
+    sample = Sample(5, CandidateRequest(), {})
     for tokens, reported in steps:
         candidates = reported and (np.array(reported[0]), np.array(reported[1]))
         sample.take(output(tokens, candidates), 3)

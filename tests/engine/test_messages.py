@@ -15,6 +15,8 @@ SAMPLING = {
     "top_k": -1,
     "stop_token_ids": [3],
     "candidates": 16,
+    "top_logprobs": 32,
+    "top_mass": 0.999,
     "policy_version": 3,
     "patient": True,
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from environments.chats import (
     ALWAYS_OPENS,
     APPENDS,
@@ -22,8 +23,10 @@ from environments.chats import (
     play,
 )
 
+from megatron_rl.batch import collate
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import Conversation, Turn
+from megatron_rl.types import Rollout, Scored
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,50 @@ def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(
     conversation.answered(then, later, answer)
     (row,) = conversation.rows(ROW)
     assert row.experts_SLK[:, 0, 0].tolist() == [1] * read + [2] * (len(then.tokens) - read)
+
+
+def with_top(ids: list[int], first: int) -> Rollout:
+    """A completion with one, two, ... top tokens at its tokens, whose ids count up from `first`."""
+    counts = [1 + at % 3 for at in range(len(ids))]
+    total = sum(counts)
+    return replace(
+        completion(ids),
+        top_counts=counts,
+        top_ids=range(first, first + total),
+        top_logprobs=np.linspace(-1, -2, total, dtype=np.float16),
+    )
+
+
+def test_text_that_the_policy_did_not_sample_has_no_top_tokens(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
+    """A tool's reply is between the turns; one of two second turns forks."""
+    conversation = Conversation(tokenizers["appends"])
+    first = conversation.request([HM])
+    answer = {"role": "assistant", "content": "the"}
+    ids = tokenizers["appends"].encode("the answer")
+    conversation.answered(first, with_top(ids, 100), answer)
+    for number, reply in enumerate(("no", "nothing")):
+        then = conversation.request([HM, answer, {"role": "tool", "content": reply}])
+        conversation.answered(then, with_top([5, 6], 200 + 100 * number), answer)
+    rows = conversation.rows(ROW)
+    assert [sum(row.loss_mask) for row in rows] == [len(ids) + 2, 2]
+    own = first.sampled.top_counts.tolist()
+    for number, row in enumerate(rows):
+        assert sum(row.top_counts) == len(row.top_ids) == len(row.top_logprobs)
+        sampled = [turn >= 0 for turn in row.turns]
+        assert [count > 0 for count in row.top_counts] == sampled
+        assert 0 in row.top_counts
+        assert [count for count in row.top_counts if count] == [*own, 1, 2]
+        last = 200 + 100 * number
+        assert list(row.top_ids) == [*range(100, 100 + sum(own)), last, last + 1, last + 2]
+        assert row.top_logprobs.dtype == np.float16
+    batch = collate([Scored(row, 0.0) for row in rows])
+    assert batch.rows(torch.tensor([1])).top_ids_E.tolist() == list(rows[1].top_ids)
+    empty = Scored(ROW, 0.0, error="no response")
+    assert torch.equal(
+        collate([empty, *(Scored(row, 0.0) for row in rows)]).top_ids_E, batch.top_ids_E
+    )
 
 
 def test_a_conversation_may_have_thousands_of_turns() -> None:

@@ -45,3 +45,9 @@ def test_prefixes_are_kept_and_forks_make_rows(found: list[dict[str, Any]]) -> N
     computed = found[1]["prefilled"]
     assert cached < 0.6 * computed
     assert found[0]["rows"] == SESSIONS - 1 + TURNS, "one of the sessions forks at every turn"
+
+
+def test_sampled_tokens_have_top_tokens_and_others_none(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["top"]
+        assert one["most"] == 4

@@ -72,7 +72,8 @@ def write_model(folder: Path) -> tuple[TinyModel, FolderTokenizer]:
 
 async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
     """Rows of sessions that go on side by side; what they say is nonsense."""
-    asking = live.sampler.turns(SamplingParams(samples=1, max_tokens=16), patient=True)
+    params = SamplingParams(samples=1, max_tokens=16, top_logprobs=4, top_mass=0.9)
+    asking = live.sampler.turns(params, patient=True)
     rules = Rules(EnvironmentSection(name="none:needed"), 16, CONTEXT, {}, None)
 
     async def session(number: int) -> list[Rollout]:
@@ -128,7 +129,13 @@ def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, 
         rows = asyncio.run(converse(live, tokenizer))
         prefilled = sampler.health()["prefilled"]
     batch = collate([Scored(one, reward=0.0) for one in rows])
-    found: dict[str, Any] = {"rows": len(rows), "prefilled": prefilled}
+    assert batch.top_counts_N is not None
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "prefilled": prefilled,
+        "top": bool(((batch.top_counts_N > 0) == (batch.turns_N >= 0)).all()),
+        "most": int(batch.top_counts_N.max()),
+    }
     for forward in Forward if format == Format.int8 else (Forward.bf16,):
         section = LearnerSection(forward=forward)
         config = replace(make_config(format), learner=section)

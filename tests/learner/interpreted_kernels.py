@@ -50,6 +50,14 @@ def example(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, VocabShare]
     return (4 * torch.randn(rows, columns)).to(dtype), torch.randint(vocab, (rows,)), share
 
 
+def with_top(labels_N: Tensor, share: VocabShare, count: int) -> Tensor:
+    """Labels, and distinct top tokens in and outside the share, often the label too; -1: none."""
+    other_NM = labels_N[:, None] + torch.arange(count) * 7
+    top_NM = other_NM % (share.start + max(share.real, count) + 50)
+    absent_NM = torch.rand(top_NM.shape) < 0.3
+    return torch.cat((labels_N[:, None], top_NM.masked_fill(absent_NM, -1)), 1)
+
+
 def in_torch() -> Any:
     return mock.patch.object(logprobs, "kernels_for", return_value=None)
 
@@ -65,20 +73,30 @@ def test_they_are_used() -> None:
 def test_statistics_and_gradient(shape: str, dtype: torch.dtype, temperature: float) -> None:
     """The gradient in FP32 and in BF16, in a place of its own and in that of the logits."""
     logits_NV, labels_N, share = example(shape, dtype)
-    for compute, last in (
-        (local_stats, True),
-        (local_stats, False),
-        (highest, 5),
+    some_NI = with_top(labels_N, share, 5)
+    for compute, ids, last in (
+        (local_stats, labels_N[:, None], True),
+        (local_stats, some_NI, False),
+        (highest, labels_N, 5),
     ):
-        found_SN = compute(logits_NV, labels_N, share, temperature, last)
+        found_SN = compute(logits_NV, ids, share, temperature, last)
         with in_torch():
-            wanted_SN = compute(logits_NV, labels_N, share, temperature, last)
+            wanted_SN = compute(logits_NV, ids, share, temperature, last)
         torch.testing.assert_close(found_SN, wanted_SN, rtol=1e-6, atol=1e-6)
 
-    log_norm_N, _, mean_N = local_stats(logits_NV, labels_N, share, temperature).clamp(min=0.0)
-    of_logprobs_N, of_entropy_N = torch.randn(2, len(labels_N))
-    for asked in ((of_logprobs_N, None), (of_logprobs_N, of_entropy_N), (None, of_entropy_N)):
-        given = (labels_N, Gradients.of(*asked, log_norm_N, mean_N), share, temperature)
+    stats_SN = local_stats(logits_NV, labels_N[:, None], share, temperature)
+    log_norm_N, _, mean_N = stats_SN.clamp(min=0.0)
+    of_entropy_N = torch.randn(len(labels_N))
+    of_ids_NI = torch.randn(some_NI.shape)
+    for ids, *asked in (
+        (1, of_ids_NI[:, :1], None),
+        (1, of_ids_NI[:, :1], of_entropy_N),
+        (1, None, of_entropy_N),
+        (6, of_ids_NI, None),
+        (6, of_ids_NI, of_entropy_N),
+    ):
+        grads = Gradients.of(*asked, some_NI[:, :ids], log_norm_N, mean_N)
+        given = (grads, share, temperature)
         for to, exact in ((torch.float32, EXACT), (torch.bfloat16, 2**-7)):
             found_NV, wanted_NV = (
                 torch.full_like(logits_NV, torch.nan, dtype=to) for _ in range(2)
@@ -112,7 +130,7 @@ def test_logits_of_ids() -> None:
     assert torch.equal(
         found_SN[1:-1].t(), (logits_NV.gather(1, places_NK).float() / 0.7).where(held_NK, 0.0)
     )
-    assert torch.equal(found_SN[[0, 1, -1]], local_stats(logits_NV, labels_N, share, 0.7))
+    assert torch.equal(found_SN[[0, 1, -1]], local_stats(logits_NV, labels_N[:, None], share, 0.7))
 
 
 def test_logits_that_are_no_numbers() -> None:
@@ -120,16 +138,16 @@ def test_logits_that_are_no_numbers() -> None:
     logits_NV, labels_N, share = example("ragged last tile", torch.float32)
     logits_NV[0, :1100] = -torch.inf
     logits_NV[1, 1500] = torch.nan
-    found_SN = local_stats(logits_NV, labels_N, share, 1.0, entropy=False)
+    ids_N1 = labels_N[:, None]
+    found_SN = local_stats(logits_NV, ids_N1, share, 1.0, entropy=False)
     torch.testing.assert_close(
         found_SN[0, 0],
         logits_NV[0].logsumexp(0),
         rtol=1e-6,
         atol=1e-6,
     )
-    write_gradient(
-        logits_NV, logits_NV, labels_N, Gradients.of(None, None, found_SN[0], None), share, 1.0
-    )
+    grads = Gradients.of(None, None, ids_N1, found_SN[0], None)
+    write_gradient(logits_NV, logits_NV, grads, share, 1.0)
     for values_NS in (found_SN[:1].t(), logits_NV):
         assert values_NS.isnan().any(1).tolist() == [False, True, *[False] * 5]
 
@@ -137,17 +155,18 @@ def test_logits_that_are_no_numbers() -> None:
 def test_rows_of_more_logits_than_32_bits_count() -> None:
     far_NV = torch.empty(2 * FAR + 40, dtype=torch.bfloat16).as_strided((3, 40), (FAR, 1))
     near_NV = far_NV.copy_(torch.randn(3, 40)).contiguous()
-    labels_N = torch.tensor([3, 7, 39])
+    ids_N1 = torch.tensor([[3], [7], [39]])
     share = VocabShare.of(0, 1, 40, 40, None)
     stats = []
     for matrix_NV in (far_NV, near_NV):
-        stats.append(local_stats(matrix_NV, labels_N, share, 1.0))
+        stats.append(local_stats(matrix_NV, ids_N1, share, 1.0))
         grads = Gradients.of(
-            labels_N.float(),
+            ids_N1.float(),
             None,
+            ids_N1,
             *stats[0][::2],
         )
-        write_gradient(matrix_NV, matrix_NV, labels_N, grads, share, 1.0)
+        write_gradient(matrix_NV, matrix_NV, grads, share, 1.0)
     assert torch.equal(*stats) and torch.equal(far_NV, near_NV)
 
 

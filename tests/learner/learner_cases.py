@@ -159,6 +159,27 @@ def with_kept(batch: Batch) -> Batch:
     return replace(batch, kept_counts_N=counts_N, kept_ids_K=torch.cat(ids).int())
 
 
+def with_top(batch: Batch) -> Batch:
+    """The batch with up to 6 top tokens at each token, of those that were kept if there are such;
+    none at some tokens.
+    """
+    random = torch.Generator().manual_seed(4)
+    among = [torch.arange(VOCAB)] * batch.responses.tokens
+    if batch.kept_ids_K is not None:
+        among = list(batch.kept_ids_K.split(batch.kept_counts_N.tolist()))
+    ids = []
+    for some in among:
+        most = int(torch.randint(7, (), generator=random))
+        ids.append(some[torch.randperm(len(some), generator=random)[:most]])
+    ids_E = torch.cat(ids)
+    return replace(
+        batch,
+        top_counts_N=torch.tensor([len(some) for some in ids], dtype=torch.int16),
+        top_ids_E=ids_E.int(),
+        top_logprobs_E=(-3 * torch.rand(len(ids_E), generator=random)).half(),
+    )
+
+
 def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     """Rows of one length."""
     random = torch.Generator().manual_seed(0)

@@ -34,6 +34,7 @@ from routing_worker import faulty, mixture, routed
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 from shares_worker import shared
+from top_worker import top
 
 from megatron_rl.batch import UpdateInputs
 from megatron_rl.checkpoint.torch_dist.reader import Reader
@@ -499,6 +500,7 @@ KINDS = {
         head_memory,
         shared,
         mixture,
+        top,
     )
 }
 

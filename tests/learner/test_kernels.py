@@ -95,7 +95,7 @@ def _record(found: list[Any], kernel: Any, *args: Any, **constants: Any) -> None
     found.append((kernel, args, constants))
 
 
-def head_pass(vocab: int, dtype: torch.dtype) -> None:
+def head_pass(vocab: int, dtype: torch.dtype, top: int) -> None:
     """Run a pack forward and backward through the output layer, some columns at a time."""
     hidden_NH, weight_VH = (
         torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab)
@@ -103,27 +103,33 @@ def head_pass(vocab: int, dtype: torch.dtype) -> None:
     asked = head.LogprobRequest(logprobs.VocabShare.of(0, 1, vocab, vocab, None), 0.7)
     columns = costs.logit_columns(ROWS, vocab, dtype.itemsize, wide=False)
     how = head.HeadContext(asked, columns, wide=False, group=None)
-    logprobs_N, entropy_N = head._Head.apply(
-        hidden_NH, weight_VH, torch.empty(ROWS, dtype=torch.int64), how
+    logprobs_NI, entropy_N = head._Head.apply(
+        hidden_NH, weight_VH, torch.empty(ROWS, 1 + top, dtype=torch.int64), how
     )
-    (logprobs_N + entropy_N).sum().backward()
+    (logprobs_NI.sum(1) + entropy_N).sum().backward()
 
 
 @pytest.mark.parametrize("gpu", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("vocab", "dtype"),
+    ("vocab", "dtype", "top"),
     [
-        (VOCAB, torch.bfloat16),
-        (VOCAB + 3, torch.bfloat16),
-        (VOCAB, torch.float32),
+        (VOCAB, torch.bfloat16, 0),
+        (VOCAB, torch.bfloat16, 32),
+        (VOCAB + 3, torch.bfloat16, 0),
+        (VOCAB, torch.float32, 0),
     ],
 )
 def test_kernels_are_compiled(
-    vocab: int, dtype: torch.dtype, gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocab: int,
+    dtype: torch.dtype,
+    top: int,
+    gpu: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """16 bytes at a time, but where columns are odd; BF16 rounded to the nearest."""
     with launches() as found:
-        head_pass(vocab, dtype)
+        head_pass(vocab, dtype, top)
         x_MH = torch.empty(ROWS, HIDDEN, dtype=dtype)
         amax_H = torch.empty(HIDDEN)
         triton_kernels.raise_amax(amax_H, x_MH, amax_H, 1e-6)

@@ -1,5 +1,7 @@
 """Chunked logprobs and entropy, among all or kept tokens, against torch's softmax in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from learner_cases import most_memory
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules import logprobs as module
-from megatron_rl.learner.modules.logprobs import VocabShare, highest, judged, logprobs_and_entropy
+from megatron_rl.learner.modules.logprobs import VocabShare, highest, judged
 
 VOCAB = 23
 COLUMNS = 25
@@ -31,6 +33,14 @@ def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     )
     place_N = (torch.rand(ROWS, generator=random) * counts_N).long()
     return logits_NV, kept_NK.gather(1, place_N[:, None]).squeeze(1), kept_NK
+
+
+def logprobs_and_entropy(
+    logits_NV: Tensor, labels_N: Tensor, *rest: Any, **more: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Of the labels alone."""
+    found_N1, entropy_N = module.logprobs_and_entropy(logits_NV, labels_N[:, None], *rest, **more)
+    return found_N1.squeeze(1), entropy_N
 
 
 def reference(
@@ -92,7 +102,7 @@ def test_without_entropy_the_logprobs_are_the_same(
     asked = []
     combined = module.combined
     monkeypatch.setattr(
-        module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group)
+        module, "combined", lambda stats, *rest: asked.append(len(stats)) or combined(stats, *rest)
     )
     logits_NV, labels_N, _ = example()
     both = logits_NV.to(dtype).requires_grad_()
@@ -125,6 +135,46 @@ def test_no_more_copies_are_alive_than_the_plan_counts(
     assert 1.5 * chunk < max(forward, backward) < (costs.COPIES + 0.1) * chunk
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("among_kept", [False, True])
+def test_top_tokens_with_their_gradients(
+    among_kept: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels, and top tokens: some are the label, some of a token are absent (-1)."""
+    monkeypatch.setattr(costs, "HOST_BYTES", 4 * 40)
+    for seed in range(4):
+        logits_NV, labels_N, kept_NK = example(seed)
+        random = torch.Generator().manual_seed(seed)
+        if among_kept:
+            top_NM = kept_NK.flip(1)[:, :5]
+        else:
+            top_NM = torch.stack([torch.randperm(VOCAB, generator=random)[:5] for _ in labels_N])
+            top_NM[torch.rand(top_NM.shape, generator=random) < 0.3] = -1
+        ids_NI = torch.cat((labels_N[:, None], top_NM), 1)
+        of_ids_NI = torch.randn(ids_NI.shape, generator=random).masked_fill(ids_NI < 0, 0.0)
+        kept = kept_NK if among_kept else None
+        mine = logits_NV.clone().requires_grad_()
+        theirs = logits_NV.double().requires_grad_()
+        found_NI, _ = module.logprobs_and_entropy(mine, ids_NI, WHOLE, temperature, kept)
+        each = [reference(theirs, ids_N.clamp(min=0), kept, temperature)[0] for ids_N in ids_NI.t()]
+        wanted_NI = torch.stack(each, 1)
+        there_NI = ids_NI >= 0
+        torch.testing.assert_close(
+            found_NI.double()[there_NI], wanted_NI[there_NI], rtol=1e-5, atol=5e-5
+        )
+        (found_NI * of_ids_NI).sum().backward()
+        (wanted_NI[there_NI] * of_ids_NI[there_NI]).sum().backward()
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=5e-5)
+
+
+def test_a_top_token_outside_the_support_has_no_probability() -> None:
+    logits_NV, labels_N, kept_NK = example()
+    other_N = torch.tensor([min({*range(VOCAB)} - {*row}) for row in kept_NK.tolist()])
+    ids_NI = torch.stack((labels_N, other_N), 1)
+    found_NI, _ = module.logprobs_and_entropy(logits_NV, ids_NI, WHOLE, 1.0, kept_NK)
+    assert found_NI[:, 0].isfinite().all() and found_NI[:, 1].isneginf().all()
+
+
 def test_shares_of_the_vocabulary_combine() -> None:
     """Combine the ranks' statistics without a process group; the last rank has padding only."""
     logits_NV, labels_N, _ = example()
@@ -140,7 +190,7 @@ def test_shares_of_the_vocabulary_combine() -> None:
     for rank in range(ranks):
         share = VocabShare.of(rank, ranks, VOCAB, columns, None)
         part = wide[:, columns * rank : columns * (rank + 1)][:, : share.real]
-        stats.append(module._local_stats(part, *share.places(labels_N)))
+        stats.append(module._local_stats(part, *share.places(labels_N[:, None])))
     assert share.real == 0 and stats[-1][0].isneginf().all() and not stats[-1][1:].any()
     together = torch.stack(stats)
     found = together[:, 1].sum(0) - together[:, 0].logsumexp(0)

@@ -2,6 +2,7 @@
 beside the matrices.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_batch, tokens_of
+from learner_cases import make_batch, make_targets, tokens_of, with_top
 
 from megatron_rl.learner.modules.costs import attention_share, operations
-from megatron_rl.learner.modules.packing import Pack, assign_rows, costs_of, micro_batches, pack
+from megatron_rl.learner.modules.packing import (
+    Pack,
+    assign_rows,
+    costs_of,
+    micro_batches,
+    pack,
+    unpadded,
+)
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 
@@ -175,6 +183,20 @@ def _check_bucket_rows(made: Pack) -> None:
             assert made.padded_index_X[at : at + stop - start].tolist() == [*range(start, stop)]
             at += bucket.length
             place += 1
+
+
+@pytest.mark.parametrize("rows", [[*range(14)], [7, 0, 3, 12], [3], []])
+def test_top_tokens_without_padding_are_in_the_order_of_a_loss_s_columns(rows: list[int]) -> None:
+    batch = with_top(make_batch())
+    made = pack(batch, rows)
+    top = {name: getattr(batch, name) for name in ("top_counts_N", "top_logprobs_E")}
+    inputs = replace(make_targets(batch, None), **top, top_anchor_E=batch.top_ids_E.float())
+    columns = inputs.rows(torch.tensor(made.rows, dtype=torch.int64))
+    entries = len(columns.top_logprobs_E)
+    assert made.top_NM is not None and bool(entries) == (rows not in ([3], []))
+    found_E = unpadded(made.top_NM, columns.top_counts_N, entries)
+    assert torch.equal(found_E.float(), columns.top_anchor_E)
+    assert torch.equal(found_E, made.top_NM[made.top_NM >= 0])
 
 
 # at so many tokens attention costs as much as all matrices do, counted by hand from config.json:

@@ -89,8 +89,10 @@ def test_a_disk_that_is_short(
 def test_what_a_large_run_writes() -> None:
     shape = ModelShape.from_hf(read_card("Qwen3-8B"))
 
-    def writes(checkpoint: dict, log: dict) -> advice.Writes:
-        config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
+    def writes(checkpoint: dict, log: dict, **more: dict) -> advice.Writes:
+        config = from_mapping(
+            {"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log, **more}
+        )
         return advice.writes(shape, config)
 
     found = writes({"export_hf": True}, {})
@@ -99,6 +101,8 @@ def test_what_a_large_run_writes() -> None:
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     row = 512 * 8 + 512 * 22
     assert found.rollouts == 100 * 64 * 8 * row
+    top = writes({}, {}, rollout={"top_logprobs": {"max": 32}}).rollouts
+    assert top == 100 * 64 * 8 * (row + 512 * (2 + 6 * 32))
     assert writes({"every": 0}, {"record_every": 0}).total < 5e6
 
 

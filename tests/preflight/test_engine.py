@@ -4,6 +4,7 @@ import pytest
 from simulated import hf_config
 
 from megatron_rl.config.rules import findings
+from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.config.schema import (
     Config,
     Device,
@@ -168,6 +169,17 @@ def test_filters_of_a_small_vocabulary():
     assert "rollout.top_k: 20" in large
     (large,) = found(5, True)
     assert "use at most 4" in large
+
+
+def test_top_logprobs_of_a_small_vocabulary():
+    def found(most: int) -> list[str]:
+        top = TopLogprobsSection(max=most)
+        return problems(Config(rollout=RolloutSection(top_logprobs=top)), HOST, vocab_size=20)
+
+    assert found(20) == []
+    (large,) = found(21)
+    assert "rollout.top_logprobs.max: 21" in large
+    assert "use at most 20" in large
 
 
 def test_several_embedded_engines(monkeypatch):

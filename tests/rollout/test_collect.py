@@ -1,14 +1,17 @@
 """prompt -> rollout -> reward -> group filter: unscored and truncated responses, refills."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from collectors import Script, collector
 from rollouts import rollout
 
 from megatron_rl.batch import Share, collate
+from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -26,6 +29,7 @@ from megatron_rl.rollout.collect import (
     _verdicts,
     sampling_params,
 )
+from megatron_rl.rollout.top_logprobs import top_metrics
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.types import Prompt, Scored, Session, SessionTurn
 
@@ -130,7 +134,11 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
     ) == tuple(keys.values())
     assert asked.stop_token_ids == (1, 2)
     assert asked.candidates == RolloutSection(**keys).candidates > 5
+    assert (asked.top_logprobs, asked.top_mass) == (0, 0.999)
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
+    top = RolloutSection(top_logprobs=TopLogprobsSection(32, 0.9))
+    asked = sampling_params(top, ())
+    assert (asked.top_logprobs, asked.top_mass, asked.candidates) == (32, 0.9, 0)
 
 
 def test_a_session_is_scored_by_its_last_response_however_this_branch_ended() -> None:
@@ -156,3 +164,23 @@ def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
         whole.policy_version,
     ) == (97, 98, 1, "stop", 3)
     assert (*cut.token_ids, cut.finish_reason) == (97, 98, 99, "length")
+
+
+def test_metrics_of_top_logprobs_are_of_sampled_tokens_that_have_any() -> None:
+    section = TopLogprobsSection(max=2, mass=0.9)
+    shares = [0.5, 0.3, 0.95, 0.6, 0.4, 1.0]
+    logprobs = np.append(np.log(shares[:5]), math.nan).astype(np.float16)
+    one = rollout(
+        (1, 2, 3, 4, 5),
+        top_counts=[2, 0, 1, 2, 1],  # a tool's token is the second, the last one is unknown
+        top_ids=range(6),
+        top_logprobs=logprobs,
+    )
+    found = top_metrics([one, rollout((1,)), rollout(())], section)
+    assert found == {
+        "rollout/top_tokens_mean": pytest.approx(5 / 3),
+        "rollout/top_mass_mean": pytest.approx((0.8 + 0.95 + 1.0) / 3, rel=1e-3),
+        "rollout/top_tokens_limited_fraction": pytest.approx(1 / 3),
+    }
+    assert top_metrics([one], TopLogprobsSection()) == {}
+    assert top_metrics([], section)["rollout/top_mass_mean"] == 0

@@ -14,6 +14,8 @@ import torch
 
 from megatron_rl.config.schema import CorrectionConfig, RejectRule
 
+SEGMENT_TOKENS = 64
+
 
 def exp(x: float) -> float:
     return math.exp(max(-20.0, min(20.0, x)))
@@ -118,8 +120,13 @@ def correct(
             stays[i, t] = True
 
     def group(level: str, i: int, t: int) -> Any:
-        """Key of the tokens that share a statistic: a row's, a turn's, or the token's own."""
-        return {"sequence": i, "turn": (i, "turn", turn_of[i, t])}.get(level, (i, t))
+        """Key of the tokens that share a statistic: a row's, a turn's, a segment's, or its own."""
+        earlier = int(stays[i, :t].sum())
+        return {
+            "sequence": i,
+            "turn": (i, "turn", turn_of[i, t]),
+            "segment": (i, "segment", earlier // SEGMENT_TOKENS),
+        }.get(level, (i, t))
 
     def members(level: str, i: int, t: int) -> list[tuple[float, float]]:
         """d and p of a token's row or turn, or of its row up to it."""

@@ -10,6 +10,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import correction_oracle
 import pytest
 import torch
 from hypothesis import given
@@ -125,6 +126,42 @@ def test_budgets(level: str) -> None:
         assert_matches(CorrectionConfig(reject=[rule]), *batch, turns_of(batch[2]))
 
 
+@pytest.mark.parametrize("aggregate", list(Aggregate))
+def test_segments(aggregate: Aggregate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three trained tokens here; text of tools lies in a segment without being counted."""
+    monkeypatch.setattr("megatron_rl.rollout_correction.ratio.SEGMENT_TOKENS", 3)
+    monkeypatch.setattr(correction_oracle, "SEGMENT_TOKENS", 3)
+    weight = WeightConfig(level="segment", aggregate=aggregate, high=1.3)
+    rejected = set()
+    for seed in range(4):
+        batch = example(seed)
+        assert_matches(CorrectionConfig(weight=replace(weight, normalize=True)), *batch)
+        for reduce in Reduce:
+            rule = RejectRule(level="segment", stat="ratio", reduce=reduce, low=0.9, high=1.2)
+            config = CorrectionConfig(weight=weight, reject=[rule])
+            assert_matches(config, *batch)
+            kept_BT = rollout_correction(*batch, config).mask_BT
+            rejected.add(int(kept_BT.sum()))
+    assert len(rejected) > 2
+
+
+def test_segments_of_negative_rows_that_the_learner_finds_less_likely() -> None:
+    d_BT = torch.full((2, 200), 0.1)
+    d_BT[:, 64:128] = -0.1
+    rule = RejectRule(
+        level="segment", stat="ratio", reduce="mean", low=1.0, when="negative_advantage"
+    )
+    found = rollout_correction(
+        d_BT,
+        0 * d_BT,
+        torch.ones(2, 200),
+        CorrectionConfig(reject=[rule]),
+        judge=lambda counted_B: (torch.tensor([1.0, -1.0]), counted_B),
+    )
+    assert found.mask_BT[0].all()
+    assert torch.equal(found.mask_BT[1], d_BT[1] > 0)
+
+
 def test_sixty_turns_have_sixty_weights() -> None:
     """The weight of a row is near 0 where those of its turns and tokens are near 1."""
     d_BT = torch.full((1, 3000), -9.4e-4)
@@ -223,7 +260,7 @@ def test_more_rows_than_a_part_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         weight=WeightConfig(level="turn", target_ess=0.8, high=9.0, normalize=True), reject=[rule]
     )
     whole = rollout_correction(*batch, config, turns_of(batch[2]))
-    monkeypatch.setattr("megatron_rl.rollout_correction.correction.PART_TOKENS", 30)
+    monkeypatch.setattr("megatron_rl.rollout_correction.parts.PART_TOKENS", 30)
     assert_same(rollout_correction(*batch, config, turns_of(batch[2])), whole)
     # normalised over turns with a kept token
     turns = segments(turns_of(batch[2]))

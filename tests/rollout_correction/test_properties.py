@@ -18,6 +18,7 @@ from matrices import Corrected, LossInputs, count_totals, policy_loss, rollout_c
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
 from megatron_rl.config.schema import (
+    TOP_STATS,
     Aggregate,
     CorrectionConfig,
     Level,
@@ -73,7 +74,7 @@ bounds = st.sampled_from(
 def weights(draw: st.DrawFn, whole_batch: bool = True) -> WeightConfig:
     level = draw(st.sampled_from(list(Level)))
     low, high = draw(bounds)
-    aggregates = {"none": 1, "token": 1, "sequence": 2, "turn": 2, "prefix": 3}[level]
+    aggregates = {"none": 1, "token": 1, "sequence": 2, "turn": 2, "prefix": 3, "segment": 2}[level]
     aggregate = draw(st.sampled_from(list(Aggregate)[:aggregates]))
     config = WeightConfig(level=level, aggregate=aggregate, low=low, high=high)
     if level == "none":
@@ -88,7 +89,7 @@ def weights(draw: st.DrawFn, whole_batch: bool = True) -> WeightConfig:
 
 @st.composite
 def rules(draw: st.DrawFn, whole_batch: bool = True) -> RejectRule:
-    stat = draw(st.sampled_from(list(Stat)))
+    stat = draw(st.sampled_from([one for one in Stat if one not in TOP_STATS]))
     level = draw(st.sampled_from(list(Level)[1:]))
     reduce = draw(st.sampled_from(list(Reduce))) if level != "token" else None
     if whole_batch and draw(st.booleans()):

@@ -1,6 +1,7 @@
 """Replies of an engine as a sampler reads them, and missing replies."""
 
 import asyncio
+import math
 import tracemalloc
 from array import array
 from collections.abc import Callable
@@ -66,6 +67,7 @@ LIES = {
     "a logprob too few": {"logprobs": floats(-1)},
     "a probability above one": {"logprobs": floats(-1, 5)},
     "candidates that were not requested": {"kept_ids": ints(5, 6), "kept_counts": ints(1, 1)},
+    "top tokens that were not requested": {"top_ids": ints(5, 6)},
     "a version of no token": {"versions": ints(4, 4)},
     "versions of more tokens": {"versions": ints(3, 3, 4)},
     "a version that there cannot be": {"policy_version": 1 << 31},
@@ -146,6 +148,34 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
         assert why in lied(SAMPLE | kept | change, params)
 
 
+def test_top_logprobs_are_sorted_and_add_up() -> None:
+    params = replace(PARAMS, top_logprobs=3)
+    halves = np.array([-0.5, -0.5, -9.0, math.nan], np.float16)
+    top = {"top_counts": array("h", [3, 1]), "top_ids": ints(5, 6, 7, 6), "top_logprobs": halves}
+    one = with_replies(
+        lambda frames: replied(frames, SAMPLE | top), lambda engine: generate(engine, params)
+    )
+    assert (list(one.top_counts), list(one.top_ids)) == ([3, 1], [5, 6, 7, 6])
+    assert one.top_logprobs.dtype == np.float16
+    np.testing.assert_array_equal(one.top_logprobs, halves)
+    rising = np.array([-0.5, -0.6, -0.5, -0.1], np.float16)
+    for change, why in (
+        ({"top_counts": array("h", [4, 0])}, "not 1 to 3"),
+        ({"top_counts": array("h", [3, 2])}, "add up"),
+        ({"top_counts": array("h", [3])}, "add up"),
+        ({"top_ids": ints(5, 6, 100, 6)}, "token 100"),
+        ({"top_ids": ints(5, 6, 7)}, "each of 3"),
+        ({"top_logprobs": np.zeros(4, np.int16)}, "one float16"),
+        ({"top_logprobs": halves.reshape(2, 2)}, "one float16"),
+        ({"top_logprobs": rising}, "descending"),
+        ({"top_logprobs": -halves}, "no logprobs"),
+        ({"top_logprobs": np.full(4, -np.inf, np.float16)}, "no logprobs"),
+        ({"top_logprobs": None}, "missing"),
+        ({"top_counts": None}, "missing"),
+    ):
+        assert why in lied(SAMPLE | top | change, params), why
+
+
 def test_experts_are_those_of_all_tokens_that_were_read() -> None:
     """Two prompt tokens and the first of two sampled tokens; the last one was not read."""
     for dtype in (np.uint8, np.int16, np.uint16):
@@ -198,7 +228,16 @@ def test_requests_and_cancellations_of_one_iteration_are_sent_together() -> None
 def test_a_request_has_everything_that_a_sample_depends_on() -> None:
     tools = ToolFormat("hermes", "[]")
     params = SamplingParams(
-        3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools
+        3,
+        2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_token_ids=(4,),
+        candidates=3,
+        top_logprobs=8,
+        top_mass=0.9,
+        tools=tools,
     )
     wanted = asdict(params) | {
         "tokens": [1, 2],

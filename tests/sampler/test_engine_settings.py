@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_engine import make_config, make_model
 
+from megatron_rl.config.sampling import TIES, TopLogprobsSection
 from megatron_rl.config.schema import (
     Config,
     Device,
@@ -40,6 +41,22 @@ def test_arguments_follow_the_config():
     assert arguments["enable_prefix_caching"] is True
     passed = {"block_size": 32, "enforce_eager": False}
     assert passed.items() <= arguments_of(make_config(vllm=passed)).items()
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ({"top_k": 5}, 5 + TIES),
+        ({"top_logprobs": TopLogprobsSection(max=32)}, 32),
+        ({"top_k": 5, "top_logprobs": TopLogprobsSection(max=32)}, 32),
+        ({"top_k": 50, "top_logprobs": TopLogprobsSection(max=32)}, 50 + TIES),
+        ({}, None),
+    ],
+)
+def test_an_engine_returns_as_many_logprobs_as_are_requested(keys, most):
+    config = make_config()
+    config = replace(config, rollout=replace(config.rollout, **keys))
+    assert arguments_of(config).get("max_logprobs") == most
 
 
 @pytest.mark.parametrize("given", [{}, {"rope_theta": 5000.0}])

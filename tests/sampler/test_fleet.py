@@ -235,7 +235,9 @@ def test_a_server_answers_like_an_engine_of_the_run(live, far):
         answers = []
         for sampler in (far, live.sampler):
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4)
-            filtered = replace(SAMPLING, top_k=5, top_p=0.9, candidates=16)
+            filtered = replace(
+                SAMPLING, top_k=5, top_p=0.9, candidates=16, top_logprobs=4, top_mass=0.95
+            )
             kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4)
             answers.append(several + kept)
     finally:
@@ -251,4 +253,8 @@ def test_a_server_answers_like_an_engine_of_the_run(live, far):
     counts = sorted(count for one in kept for count in one.kept_counts)
     assert counts[0] >= 1
     assert counts[len(counts) * 3 // 4] <= 5, "more only where BF16 logits tie with the fifth"
-    assert answers[0][0].kept_ids is None
+    assert answers[0][0].kept_ids is answers[0][0].top_ids is None
+    for one in kept + answers[1][2 * len(PROMPTS) :]:
+        assert max(one.top_counts) <= 4
+        assert set(one.top_ids) <= set(one.kept_ids)
+        assert len(one.top_logprobs) == sum(one.top_counts)

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -201,6 +202,9 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
         kept = {
             "kept_ids": range(sum(counts)),
             "kept_counts": counts,
+            "top_ids": range(sum(counts)),
+            "top_counts": counts,
+            "top_logprobs": np.linspace(0, -9, sum(counts), dtype=np.float16),
             "versions": versions if place == 1 else None,
         }
         drawn.append(replace(one, rollout=replace(one.rollout, **kept)))
@@ -210,6 +214,10 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     wanted = collate(drawn)
     assert torch.equal(batch.kept_ids_K, wanted.kept_ids_K)
     assert torch.equal(batch.kept_counts_N, wanted.kept_counts_N)
+    assert torch.equal(batch.top_ids_E, wanted.top_ids_E)
+    assert torch.equal(batch.top_counts_N, wanted.top_counts_N)
+    assert torch.equal(batch.top_logprobs_E, wanted.top_logprobs_E)
+    assert batch.top_logprobs_E.dtype == torch.float16
     with pytest.raises(ValueError, match="1 of 3"):
         collate([*drawn[:2], scored[2]])
     assert [row["versions"] for row in read_rollouts(path).to_pylist()] == [None, versions, None]
@@ -233,6 +241,20 @@ def test_without_trackers_the_configuration_is_not_parsed(run_folder, monkeypatc
     config = make_config()
     monkeypatch.setattr("megatron_rl.tracking.record.read_yaml", lambda _: pytest.fail("parsed"))
     Recorder(config.log, make_yaml(config, "run"), run_folder, 1, quiet(1)).close()
+
+
+def test_recordings_without_top_logprobs_are_replayed(run_folder):
+    recorder = start(run_folder)
+    scored, prox_N = make_scored(3)
+    recorder.rollouts(1, scored, prox_logprobs_N=prox_N)
+    ((_, path),) = recorded_steps(RunDir(run_folder).rollouts)
+    table = read_rollouts(path)
+    assert table.column("top_ids").null_count == 3
+    pq.write_table(table.drop_columns(["top_ids", "top_counts", "top_logprobs"]), path)
+    assert load_recorded(path).batch.top_counts_N is None
+    pq.write_table(table.drop_columns(["kept_ids"]), path)
+    with pytest.raises(ValueError, match="without kept_ids"):
+        load_recorded(path)
 
 
 def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):

@@ -1,11 +1,12 @@
 """An update of the learner against megatron-core's bare forward, backward and step on the same
 packs; and padded.
 
-    python tools/bench/learner.py [--shape large] [--rows 32] [--scale 80] [--rounds 5]
+    python tools/bench/learner.py [--shape large] [--rows 32] [--scale 80] [--rounds 5] [--top 32]
 
 One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and
 optimizer in megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics.
 *columns*: the update with no more than 1,024 columns of logits at a time (learner/modules/head.py).
+*top*: the update with logprobs of `--top` tokens beside each label, and gradients through them.
 *padded*: every answer filled up to the longest. Answers are log-normal around a fifth of the
 longest and cut there, prompts have 200 tokens; `--scale` times shorter.
 """
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +25,8 @@ import torch
 from step import SHAPES, StepWorkload
 from torch import Tensor
 
-from megatron_rl.learner.learner import Learner  # patches CPU operators before megatron is imported
+# patches CPU operators before megatron is imported
+from megatron_rl.learner import learner as learner_module
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
@@ -31,6 +34,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort:
 from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
+from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.layout import Layout
@@ -152,6 +156,33 @@ def bare(learner: Learner, packs: list[Pack]) -> None:
     learner.optimizer.step()
 
 
+def with_top(
+    batch: Batch, targets: UpdateInputs, top: int, vocab: int
+) -> tuple[Batch, UpdateInputs]:
+    """The same with `top` random top tokens at each token."""
+    tokens = len(batch.mask_N)
+    random = torch.Generator().manual_seed(2)
+    columns: dict[str, Any] = {
+        "top_counts_N": torch.full((tokens,), top, dtype=torch.int16),
+        "top_logprobs_E": torch.full((tokens * top,), -8.0).half(),
+    }
+    ids_E = torch.randint(vocab, (tokens * top,), generator=random, dtype=torch.int32)
+    return replace(batch, **columns, top_ids_E=ids_E), replace(targets, **columns)
+
+
+def through_top(update: Callable[[], object]) -> None:
+    """Run an update whose loss has a term for each top token."""
+    without = learner_module.policy_loss
+
+    def loss(*given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = without(*given)
+        top_logprobs_E = given[-1]
+        return value - 1e-6 * top_logprobs_E.sum(), metrics
+
+    with mock.patch.object(learner_module, "policy_loss", loss):
+        update()
+
+
 def few_columns(update: Callable[[], object]) -> None:
     with mock.patch.multiple(costs, LOGIT_BYTES=0, LEAST_COLUMNS=1024):
         update()
@@ -167,6 +198,7 @@ def main() -> None:
         ("scale", 80),
         ("budget", 2048),
         ("rounds", 5),
+        ("top", 32),
     ):
         parser.add_argument(f"--{name}", type=int, default=usual)
     options = parser.parse_args()
@@ -185,10 +217,13 @@ def main() -> None:
     )
     share = learner.part(batch), targets_of(batch, learner.logprobs(batch))
     padded = learner.part(filled), targets_of(filled, learner.logprobs(filled))
+    more, more_targets = with_top(batch, share[1], options.top, work.vocab)
+    top = learner.part(more), more_targets
     packs = learner._packs(share[0], torch.arange(len(batch)))
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: bare(learner, packs),
         "update": lambda: learner.update(*share),
+        "top": lambda: through_top(lambda: learner.update(*top)),
         "columns": lambda: few_columns(lambda: learner.update(*share)),
         "padded": lambda: learner.update(*padded),
     }

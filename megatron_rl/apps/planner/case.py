@@ -15,6 +15,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import HfConfig, Lora
 from megatron_rl.preflight.machine import Gpu, Machine
+from megatron_rl.preflight.notes import top_bytes
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
@@ -69,6 +70,7 @@ class Workload:
     turns: float = 1.0  # of a session
     sampled: float = 0.0  # tokens of a response, or of all responses of a conversation
     sessions: int = 0  # open at once; 0: there is no environment
+    top_bytes: int = 0  # of a sampled token's top logprobs, at most
 
     @property
     def read(self) -> float:
@@ -130,11 +132,18 @@ class Workload:
             turns=turns,
             sampled=sampled,
             sessions=sessions,
+            top_bytes=top_bytes(rollout),
         )
+
+    @property
+    def top_logprobs(self) -> float:
+        """Bytes of a step's top logprobs, at most: what engines send, and a batch holds."""
+        return self.sequences * self.sampled * self.top_bytes
 
     def waiting_bytes(self, ahead: int) -> float:
         """CPU memory in bytes on the driver's node for batches that wait for the learner."""
-        return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
+        other = self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
+        return ahead * (other + self.top_logprobs)
 
 
 def keeps_prefixes(section: SamplerSection) -> bool:

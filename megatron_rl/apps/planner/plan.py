@@ -225,6 +225,8 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
         * (config.learner.router is Router.replay),
+        # two copies on the driver, and each rank's rows
+        "top logprobs": (2 + ranks / config.learner.data_parallel) * case.work.top_logprobs,
         "batches that wait": case.work.waiting_bytes(config.rollout.max_staleness),
     }
     return {part: nbytes for part, nbytes in found.items() if nbytes}

@@ -55,6 +55,11 @@ def _roles(plan: Plan) -> Iterator[str]:
         f"step      {work.sequences:,} responses, about {work.tokens / 1e6:.2f} M tokens; "
         f"{work.updates} update(s) of {case.packs} micro-batch(es) on each replica"
     )
+    if top := config.rollout.top_logprobs.max:
+        yield (
+            f"top       {top} logprobs a token (rollout.top_logprobs.max): at most "
+            f"{_gib(work.top_logprobs)} GiB of a batch, sent by the engines in each step"
+        )
     if work.sessions:
         prefilled = work.prefilled(keeps_prefixes(config.sampler))
         yield (

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.apps.translation.table import table
@@ -14,6 +14,7 @@ from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
+    Center,
     CorrectionConfig,
     Level,
     Outside,
@@ -239,6 +240,18 @@ class Keys:
     def bypass(self, *rules: RejectRule) -> CorrectionConfig:
         """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
         return self.correction(NO_WEIGHT, rules, anchor=Anchor.sampler)
+
+    def centered(
+        self, config: CorrectionConfig, switch: str = "score_centering"
+    ) -> CorrectionConfig:
+        """The correction, with score centering if the project's switch is on."""
+        if not self.flag(switch, False):
+            return config
+        self.note("of the top tokens, ours keeps as many as hold rollout.top_logprobs.mass")
+        if config.anchor == Anchor.sampler and config.weight.level != Level.none:
+            self.note("ours weighs by the policy before the updates: the same with one per batch")
+            config = replace(config, anchor=Anchor.prox)
+        return replace(config, center=Center.top_logprobs)
 
     def correction(
         self,

@@ -22,6 +22,10 @@ KL_TYPE = "reference_policy_kl_type"
 
 
 def nemo_rl(keys: Keys) -> CorrectionConfig:
+    return keys.centered(_uncentered(keys))
+
+
+def _uncentered(keys: Keys) -> CorrectionConfig:
     penalty = keys.number(PENALTY)
     keys.refuse_if(keys.flag(KL_KEY, False) and penalty != 0, KL_KEY, "on_policy_kl")
     if penalty and not keys.flag("use_kl_in_reward", False):

@@ -58,7 +58,7 @@ def prime_rl(keys: Keys) -> CorrectionConfig:
         reduction="token_mean",
         params={"trust_region": "total_variation"},
     )
-    return keys.bypass(*rules)
+    return keys.centered(keys.bypass(*rules))
 
 
 def _number(keys: Keys, name: str, default: float) -> float:

@@ -47,7 +47,7 @@ def skyrl(keys: Keys) -> CorrectionConfig:
         keys.note(f"the ratio of {loss} is to the sampler")
         keys.goes_with(name=loss)
         keys.note_if(rules, "judges")
-    return keys.correction(weight, rules, anchor=anchor)
+    return keys.centered(keys.correction(weight, rules, anchor=anchor), "enabled")
 
 
 def _weight(keys: Keys) -> WeightConfig:

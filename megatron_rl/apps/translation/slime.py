@@ -54,7 +54,8 @@ def slime(keys: Keys) -> CorrectionConfig:
         keys.note_kl("slime", "what use_opsm, not what use_rs, rejects")
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
-    return keys.correction(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
+    anchor = Anchor.sampler if by_sampler else Anchor.prox
+    return keys.centered(keys.correction(weight, rules, anchor=anchor), "use_score_centering")
 
 
 def _unbiased_kl(keys: Keys) -> None:

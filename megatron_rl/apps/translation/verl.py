@@ -59,6 +59,11 @@ def verl(keys: Keys) -> CorrectionConfig:
     weight = _weight(keys)
     rules = _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
+    keys.refuse_if(
+        keys.flag("score_centering", False) and not (bypass and reinforce),
+        "score_centering",
+        "verl needs bypass_mode and loss_type: reinforce with it",
+    )
     corrects = bool(rules) or weight.level != Level.none
     unseen = (corrects or bypass) and not keys.flag("calculate_log_probs", True)
     keys.refuse_if(unseen, "calculate_log_probs", "no_logprobs")
@@ -122,7 +127,7 @@ def _bypass(
     elif weight.level != Level.none:
         weight = NO_WEIGHT
         keys.note("metrics")
-    return keys.correction(weight, rules, anchor=Anchor.sampler)
+    return keys.centered(keys.correction(weight, rules, anchor=Anchor.sampler))
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:

@@ -43,6 +43,7 @@ def split(pack: Pack, rank: int, ranks: int) -> Pack:
         logit_index_N=order_S[pack.logit_index_N[held_N]] - rank * len(held_S),
         labels_N=pack.labels_N[held_N],
         kept_NK=None if pack.kept_NK is None else pack.kept_NK[held_N],
+        top_NM=None if pack.top_NM is None else pack.top_NM[held_N],
         experts_SLK=None if pack.experts_SLK is None else pack.experts_SLK[held_S],
         read_S=pack.read_S[held_S],
         buckets=tuple(Bucket(1, span) for span in spans.tolist()),
@@ -75,7 +76,9 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, values_N: Tensor, pack: Pack) -> Tensor:
         assert pack.held_N is not None
         ctx.pack = pack
-        whole_N = values_N.new_zeros(pack.answered).index_copy(0, pack.held_N, values_N)
+        whole_N = values_N.new_zeros(pack.answered, *values_N.shape[1:]).index_copy(
+            0, pack.held_N, values_N
+        )
         dist.all_reduce(whole_N, group=parallel_state.get_context_parallel_group())
         return whole_N
 

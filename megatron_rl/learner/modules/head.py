@@ -1,5 +1,5 @@
-"""Output layer: hidden states to logprobs and entropy, comparison of sampling supports (top_k,
-top_p); large logits in parts.
+"""Output layer: hidden states to logprobs, of labels and top tokens, and entropy; comparison of
+sampling supports (top_k, top_p); large logits in parts.
 
 Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns
 of the vocabulary are made at a time, for all tokens, and again in backward, where they become their
@@ -9,7 +9,8 @@ no column is made twice. The weight's gradient is the plain layer's product; tha
 states is added up in FP32.
 
 N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are
-made at once, K kept tokens of each token at most.
+made at once, K kept and M top tokens of each token at most, I ids of each token: the label, then
+its top tokens.
 """
 
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class LogprobRequest:
     entropy: bool = True  # one more pass over the FP32 logits
     top_k: int | None = None  # compare the sampler's support with the policy's own; None: not
     top_p: float = 1.0
+    top: bool = False  # logprobs of the pack's top tokens too
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class LogprobOutput:
     logprobs_N: Tensor
     entropy_N: Tensor | None
     truncation: Truncation | None
+    # of `Pack.top_NM`, with a gradient, 0 of padding; None: not requested
+    top_logprobs_NM: Tensor | None = None
 
 
 def scores(
@@ -67,27 +71,35 @@ def scores(
     labels_N = pack.labels_N
     kept_NK = pack.kept_NK
     share = asked.share
+    top_NM = pack.top_NM if asked.top else None
+    ids_NI = labels_N[:, None]
+    if top_NM is not None:
+        ids_NI = torch.cat((ids_NI, top_NM), 1)
     how = HeadContext(asked, columns, wide, layer.tp_group if layer.allreduce_dgrad else None)
     hidden_NH = hidden_N1H.squeeze(1)
     highest = None
     if held or columns >= len(own_VH):
         logits_NV = layer(hidden_N1H, weight=weight_VH)[0].squeeze(1)
-        logprobs_N, entropy_N = logprobs.logprobs_and_entropy(
-            logits_NV, labels_N, share, asked.temperature, kept_NK, asked.entropy
+        logprobs_NI, entropy_N = logprobs.logprobs_and_entropy(
+            logits_NV, ids_NI, share, asked.temperature, kept_NK, asked.entropy
         )
         if kept_NK is not None and asked.top_k is not None:
             highest = logprobs.highest(
                 logits_NV.detach(), labels_N, share, asked.temperature, asked.top_k
             )
     elif kept_NK is None:
-        logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, labels_N, how)
+        logprobs_NI, entropy_N = _Head.apply(hidden_NH, own_VH, ids_NI, how)
     else:
         scaled_NK, highest = _KeptLogits.apply(hidden_NH, own_VH, labels_N, kept_NK, how)
-        logprobs_N, entropy_N = logprobs.among_kept(scaled_NK, kept_NK, labels_N, share.group)
+        logprobs_NI, entropy_N = logprobs.among_kept(scaled_NK, kept_NK, ids_NI, share.group)
+    logprobs_N = logprobs_NI[:, 0]
+    top_logprobs_NM = None
+    if top_NM is not None:
+        top_logprobs_NM = logprobs_NI[:, 1:].masked_fill(top_NM < 0, 0.0)
     support = None
     if highest is not None:
         support = logprobs.judged(highest, logprobs_N.detach(), share.group, asked.top_p)
-    return LogprobOutput(logprobs_N, entropy_N, support)
+    return LogprobOutput(logprobs_N, entropy_N, support, top_logprobs_NM)
 
 
 def everyones(found: LogprobOutput, pack: Pack) -> LogprobOutput:
@@ -100,7 +112,9 @@ def everyones(found: LogprobOutput, pack: Pack) -> LogprobOutput:
         outside_N = everywhere(support.outside_N.float(), pack).bool()
         support = Truncation(outside_N, everywhere(support.log_mass_N, pack))
     entropy_N = None if entropy_N is None else everywhere(entropy_N, pack)
-    return LogprobOutput(everywhere(found.logprobs_N, pack), entropy_N, support)
+    top_NM = found.top_logprobs_NM
+    top_NM = None if top_NM is None else everywhere(top_NM, pack)
+    return LogprobOutput(everywhere(found.logprobs_N, pack), entropy_N, support, top_NM)
 
 
 @dataclass(frozen=True)
@@ -145,28 +159,35 @@ class HeadContext:
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, how: HeadContext
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_NI: Tensor, how: HeadContext
     ) -> Any:
         asked = how.asked
+        ids = ids_NI.shape[1]
+        logits_IN = torch.zeros(ids_NI.t().shape, dtype=torch.float32, device=ids_NI.device)
         stats = []
         for columns, part in asked.share.parts(how.columns):
             logits_NC = how.logits(hidden_NH, weight_VH[columns])
-            stats.append(
-                logprobs.local_stats(logits_NC, labels_N, part, asked.temperature, asked.entropy)
+            found_SN = logprobs.local_stats(
+                logits_NC, ids_NI, part, asked.temperature, asked.entropy
             )
+            # an id's logit is in one part, 0 in the others
+            logits_IN += found_SN[1 : 1 + ids]
+            stats.append(torch.cat((found_SN[:1], found_SN[1 + ids :])))
             del logits_NC
-        here = [one for one in logprobs.together(torch.stack(stats)) if one is not None]
-        log_norm_N, label_N, mean_N = logprobs.combined(torch.stack(here), asked.share.group)
-        ctx.save_for_backward(hidden_NH, weight_VH, labels_N, log_norm_N, mean_N)
+        log_sum_N, _, mean_N = logprobs.together(torch.stack(stats), 0)
+        log_norm_N, logits_IN, mean_N = logprobs.combined(
+            logprobs.stacked(log_sum_N, logits_IN, mean_N), asked.share.group, ids
+        )
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_NI, log_norm_N, mean_N)
         ctx.how = how
         ctx.set_materialize_grads(False)
-        return label_N - log_norm_N, None if mean_N is None else log_norm_N - mean_N
+        return (logits_IN - log_norm_N).t(), None if mean_N is None else log_norm_N - mean_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        hidden_NH, weight_VH, labels_N, *found = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs_NI: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        hidden_NH, weight_VH, *found = ctx.saved_tensors
         how = ctx.how
-        grads = Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
+        grads = Gradients.of(grad_logprobs_NI, grad_entropy_N, *found)
 
         def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
             logits_NC = how.logits(hidden_NH, weight_CH)
@@ -174,9 +195,7 @@ class _Head(torch.autograd.Function):
                 grad_NC = torch.empty_like(logits_NC, dtype=weight_CH.dtype)
             else:
                 grad_NC = logits_NC
-            logprobs.write_gradient(
-                grad_NC, logits_NC, labels_N, grads, part, how.asked.temperature
-            )
+            logprobs.write_gradient(grad_NC, logits_NC, grads, part, how.asked.temperature)
             return grad_NC
 
         return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None

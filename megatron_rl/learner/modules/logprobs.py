@@ -1,12 +1,14 @@
 """Logprobs and entropy of vocabulary-parallel logits, over all tokens or the sampling support
-(top_k, top_p); comparison of supports.
+(top_k, top_p); comparison of supports. Logprobs are of each token's label, and if requested of its
+top tokens.
 
 The logits stay in their own precision; FP32 copies are of a chunk of rows, or inside a kernel
 (kernels.py). One collective per call. With top_k and top_p the policy is renormalised over the
 tokens that the sampler drew from: a gradient reaches those alone.
 
 S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that
-share it, K kept tokens of each token at most.
+share it, K kept tokens of each token at most, I ids of each token: the label, then its top tokens,
+padded with -1.
 """
 
 from __future__ import annotations
@@ -58,76 +60,73 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_NV: Tensor,
-        labels_N: Tensor,
+        ids_NI: Tensor,
         share: VocabShare,
         temperature: float,
         entropy: bool,
     ) -> Any:
-        stats_SN = local_stats(logits_NV, labels_N, share, temperature, entropy)
-        log_norm_N, label_N, mean_N = combined(stats_SN, share.group)
-        ctx.save_for_backward(logits_NV, labels_N, log_norm_N, mean_N)
+        stats_SN = local_stats(logits_NV, ids_NI, share, temperature, entropy)
+        log_norm_N, logits_IN, mean_N = combined(stats_SN, share.group, ids_NI.shape[1])
+        ctx.save_for_backward(logits_NV, ids_NI, log_norm_N, mean_N)
         ctx.share = share
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return label_N - log_norm_N, None if mean_N is None else log_norm_N - mean_N
+        return (logits_IN - log_norm_N).t(), None if mean_N is None else log_norm_N - mean_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        logits_NV, labels_N, *found = ctx.saved_tensors
-        grads = Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
+    def backward(ctx: Any, grad_logprobs_NI: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        logits_NV, *found = ctx.saved_tensors
+        grads = Gradients.of(grad_logprobs_NI, grad_entropy_N, *found)
         grad_NV = torch.empty_like(logits_NV)
-        write_gradient(grad_NV, logits_NV, labels_N, grads, ctx.share, ctx.temperature)
+        write_gradient(grad_NV, logits_NV, grads, ctx.share, ctx.temperature)
         return grad_NV, None, None, None, None
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of a loss per token, and the statistics that the forward pass kept."""
+    """Gradients of a loss per token, and what the forward pass kept."""
 
-    logprobs_N: Tensor
+    logprobs_NI: Tensor
     entropy_N: Tensor | None
+    ids_NI: Tensor
     log_norm_N: Tensor
     mean_N: Tensor | None  # expected logit
 
     @classmethod
-    def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Any) -> Gradients:
+    def of(cls, logprobs_NI: Tensor | None, entropy_N: Tensor | None, *found: Any) -> Gradients:
         """Build it from autograd's arguments, contiguous for the kernels."""
-        if logprobs_N is None:
-            logprobs_N = torch.zeros_like(found[0])
-        return cls(
-            logprobs_N.contiguous(), None if entropy_N is None else entropy_N.contiguous(), *found
-        )
+        ids_NI, log_norm_N, mean_N = found
+        if logprobs_NI is None:
+            logprobs_NI = log_norm_N.new_zeros(ids_NI.shape)
+        if entropy_N is not None:
+            entropy_N = entropy_N.contiguous()
+        return cls(logprobs_NI.contiguous(), entropy_N, ids_NI.contiguous(), log_norm_N, mean_N)
 
 
 def write_gradient(
-    grad_NV: Tensor,
-    logits_NV: Tensor,
-    labels_N: Tensor,
-    grads: Gradients,
-    share: VocabShare,
-    temperature: float,
+    grad_NV: Tensor, logits_NV: Tensor, grads: Gradients, share: VocabShare, temperature: float
 ) -> None:
     """Write the gradient, zero in columns that are no tokens; it may overwrite the logits."""
     kernels = kernels_for(logits_NV)
     if kernels is not None:
-        kernels.write_gradient(grad_NV, logits_NV, labels_N, grads, share, temperature)
+        kernels.write_gradient(grad_NV, logits_NV, grads, share, temperature)
         return
     grad_NV[:, share.real :] = 0.0
-    local_N, held_N = share.places(labels_N)
-    of_logprobs_N = grads.logprobs_N
+    local_NI, held_NI = share.places(grads.ids_NI)
+    of_ids_NI = torch.where(held_NI, grads.logprobs_NI, 0.0)
+    of_norm_N = -grads.logprobs_NI.sum(1)  # through log_norm, of all ids of a token
     log_norm_N = grads.log_norm_N
     mean_N = grads.mean_N
     for rows, scaled in chunks(logits_NV, share, temperature):
         prob = (scaled - log_norm_N[rows, None]).exp_()
-        factor = -of_logprobs_N[rows, None]
+        factor = of_norm_N[rows, None]
         if grads.entropy_N is not None:
             assert mean_N is not None
             # dH/dx = -p (x - E[x])
             factor = (scaled - mean_N[rows, None]).mul_(-grads.entropy_N[rows, None]).add_(factor)
         grad = prob.mul_(factor)
         if share.real:
-            at_label = torch.where(held_N[rows], of_logprobs_N[rows], 0.0)
-            grad.scatter_add_(1, local_N[rows, None], at_label[:, None])
+            grad.scatter_add_(1, local_NI[rows], of_ids_NI[rows])
         if temperature != 1:
             grad.div_(temperature)
         grad_NV[rows, : share.real] = grad.to(grad_NV.dtype)
@@ -150,61 +149,62 @@ def chunks(
 
 
 def local_stats(
-    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool = True
+    logits_NV: Tensor, ids_NI: Tensor, share: VocabShare, temperature: float, entropy: bool = True
 ) -> Tensor:
-    """Log-sum-exp, label's logit and (entropy) expected logit over this share's columns, of all
+    """Log-sum-exp, logits of the ids and (entropy) expected logit over this share's columns, of all
     rows: [S, N].
     """
     kernels = kernels_for(logits_NV)
     if kernels is not None:
-        return kernels.statistics(logits_NV, labels_N[:, None], share, temperature, entropy)
-    local_N, held_N = share.places(labels_N)
-    stats_SN = torch.empty(
-        3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device
-    )
-    for rows, scaled in chunks(logits_NV, share, temperature):
-        stats_SN[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows], entropy)
+        return kernels.statistics(logits_NV, ids_NI, share, temperature, entropy)
+    local_NI, held_NI = share.places(ids_NI)
+    rows, ids = ids_NI.shape
+    stats_SN = torch.empty(1 + ids + entropy, rows, dtype=torch.float32, device=logits_NV.device)
+    for part, scaled in chunks(logits_NV, share, temperature):
+        stats_SN[:, part] = _local_stats(scaled, local_NI[part], held_NI[part], entropy)
     return stats_SN
 
 
-def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:
-    """Log-sum-exp, the label's logit (0 if on another rank), and for entropy the expected logit."""
+def _local_stats(scaled: Tensor, local_NI: Tensor, held_NI: Tensor, entropy: bool = True) -> Tensor:
+    """Log-sum-exp, the ids' logits (0 if on another rank), and for entropy the expected logit."""
     if scaled.shape[1] == 0:
         blank = scaled.new_zeros(len(scaled))
-        return torch.stack(
-            (
-                blank - torch.inf,
-                blank,
-                *((blank,) if entropy else ()),
-            )
-        )
+        logits_IN = blank.expand(local_NI.shape[1], -1)
+        return stacked(blank - torch.inf, logits_IN, blank if entropy else None)
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     total = weights.sum(-1)
-    label = torch.where(
-        held_N,
-        scaled.gather(1, local_N[:, None]).squeeze(1),
-        0.0,
-    )
-    means = (weights.mul_(scaled).sum(-1) / total,) if entropy else ()
-    return torch.stack((total.log() + top.squeeze(1), label, *means))
+    logits_NI = torch.where(held_NI, scaled.gather(1, local_NI), 0.0)
+    mean = weights.mul_(scaled).sum(-1) / total if entropy else None
+    return stacked(total.log() + top.squeeze(1), logits_NI.t(), mean)
 
 
-def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-sum-exp, the label's logit, and if `stats_SN` has it the expected logit, of all ranks."""
-    return together(gathered(stats_SN, group))
+def stacked(log_sum_N: Tensor, logits_IN: Tensor, mean_N: Tensor | None) -> Tensor:
+    """Return the statistics as one tensor, as `together` reads them."""
+    means = () if mean_N is None else (mean_N[None],)
+    return torch.cat((log_sum_N[None], logits_IN, *means))
 
 
-def together(all_RSN: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def combined(
+    stats_SN: Tensor, group: ProcessGroup | None, ids: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-sum-exp, the ids' logits [I, N], and if `stats_SN` has it the expected logit, of all
+    ranks.
+    """
+    return together(gathered(stats_SN, group), ids)
+
+
+def together(all_RSN: Tensor, ids: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Statistics of the whole vocabulary from those of its shares, [R, S, N]: of ranks, or of
     chunks of columns.
     """
-    asked = all_RSN.shape[1] > 2
+    logits_RIN = all_RSN[:, 1 : 1 + ids]
+    asked = all_RSN.shape[1] > 1 + ids
     if len(all_RSN) == 1:
-        return all_RSN[0, 0], all_RSN[0, 1], all_RSN[0, 2] if asked else None
+        return all_RSN[0, 0], logits_RIN[0], all_RSN[0, -1] if asked else None
     log_norm_N = all_RSN[:, 0].logsumexp(0)
     parts_RN = (all_RSN[:, 0] - log_norm_N).exp()
-    return log_norm_N, all_RSN[:, 1].sum(0), (parts_RN * all_RSN[:, 2]).sum(0) if asked else None
+    return log_norm_N, logits_RIN.sum(0), (parts_RN * all_RSN[:, -1]).sum(0) if asked else None
 
 
 def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -220,41 +220,63 @@ def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _Among(torch.autograd.Function):
-    """Logprob and entropy among kept tokens, from their logits; `scaled_NK`: -inf where another
+    """Logprobs and entropy among kept tokens, from their logits; `scaled_NK`: -inf where another
     rank's, or none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None
+        ctx: Any, scaled_NK: Tensor, kept_NK: Tensor, ids_NI: Tensor, group: ProcessGroup | None
     ) -> Any:
-        at_label_NK = ~scaled_NK.isneginf() & (kept_NK == labels_N[:, None])
-        label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
+        place_NI, kept_NI = _places(kept_NK, ids_NI)
+        scaled_NI = scaled_NK.gather(1, place_NI)
+        held_NI = kept_NI & ~scaled_NI.isneginf()
+        logits_IN = scaled_NI.masked_fill(~held_NI, 0.0).t()
         log_sum_N = scaled_NK.logsumexp(1)
         mean_N = _mean(scaled_NK, log_sum_N)
-        log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), group)
+        log_norm_N, logits_IN, expected_N = combined(
+            stacked(log_sum_N, logits_IN, mean_N), group, ids_NI.shape[1]
+        )
         assert expected_N is not None
-        ctx.save_for_backward(scaled_NK, at_label_NK, log_norm_N, expected_N)
+        ctx.save_for_backward(scaled_NK, place_NI, held_NI, log_norm_N, expected_N)
         ctx.set_materialize_grads(False)
-        return label_N - log_norm_N, log_norm_N - expected_N
+        logprobs_NI = (logits_IN - log_norm_N).t()
+        # a top token that was not kept has no probability
+        logprobs_NI[:, 1:].masked_fill_(~kept_NI[:, 1:], -torch.inf)
+        return logprobs_NI, log_norm_N - expected_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        scaled_NK, at_label_NK, log_norm_N, mean_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs_NI: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        scaled_NK, place_NI, held_NI, log_norm_N, mean_N = ctx.saved_tensors
         prob_NK = (scaled_NK - log_norm_N[:, None]).exp()
         grad_NK = torch.zeros_like(prob_NK)
-        if grad_logprobs_N is not None:
-            grad_NK += grad_logprobs_N[:, None] * (at_label_NK.float() - prob_NK)
+        if grad_logprobs_NI is not None:
+            label_NK = torch.zeros_like(prob_NK)
+            label_NK.scatter_(1, place_NI[:, :1], held_NI[:, :1].float())
+            grad_NK += grad_logprobs_NI[:, :1] * (label_NK - prob_NK)
+            of_top_NM = grad_logprobs_NI[:, 1:]
+            if of_top_NM.shape[1]:
+                held_NM = held_NI[:, 1:]
+                grad_NK.scatter_add_(1, place_NI[:, 1:], torch.where(held_NM, of_top_NM, 0.0))
+                grad_NK -= of_top_NM.sum(1, keepdim=True) * prob_NK
         if grad_entropy_N is not None:
             centred_NK = scaled_NK.masked_fill(prob_NK == 0, 0.0) - mean_N[:, None]
             grad_NK -= grad_entropy_N[:, None] * prob_NK * centred_NK
         return grad_NK, None, None, None
 
 
+def _places(kept_NK: Tensor, ids_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Where among the kept tokens each id is, 0 if nowhere; and if it is there."""
+    sorted_NK, order_NK = kept_NK.sort(1)
+    at_NI = torch.searchsorted(sorted_NK, ids_NI.contiguous()).clamp(max=kept_NK.shape[1] - 1)
+    kept_NI = (sorted_NK.gather(1, at_NI) == ids_NI) & (ids_NI >= 0)
+    return order_NK.gather(1, at_NI).masked_fill(~kept_NI, 0), kept_NI
+
+
 def among_kept(
-    scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None
+    scaled_NK: Tensor, kept_NK: Tensor, ids_NI: Tensor, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    return _Among.apply(scaled_NK, kept_NK, labels_N, group)
+    return _Among.apply(scaled_NK, kept_NK, ids_NI, group)
 
 
 def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
@@ -265,22 +287,23 @@ def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
 
 def logprobs_and_entropy(
     logits_NV: Tensor,
-    labels_N: Tensor,
+    ids_NI: Tensor,
     share: VocabShare,
     temperature: float = 1.0,
     kept_NK: Tensor | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """FP32 logprob of each label and entropy of its distribution at `temperature`, differentiable.
+    """FP32 logprobs of each token's ids and entropy of its distribution at `temperature`,
+    differentiable; those of -1 mean nothing.
 
-    `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one
+    `kept_NK`: among these tokens alone (-1: none), of which the ids are some. The entropy costs one
     more pass over the FP32 logits.
     """
     if kept_NK is None:
-        return _Logprobs.apply(logits_NV, labels_N, share, temperature, entropy)
+        return _Logprobs.apply(logits_NV, ids_NI, share, temperature, entropy)
     local_NK, held_NK = share.places(kept_NK)
     scaled_NK = logits_NV.gather(1, local_NK).float() / temperature
-    return among_kept(scaled_NK.masked_fill(~held_NK, -torch.inf), kept_NK, labels_N, share.group)
+    return among_kept(scaled_NK.masked_fill(~held_NK, -torch.inf), kept_NK, ids_NI, share.group)
 
 
 @dataclass(frozen=True)
@@ -303,7 +326,7 @@ def highest(
     )
     top_NK = logits_NV[:, : share.real].topk(min(k, share.real)).values
     found[: top_NK.shape[1]] = top_NK.t().float() / temperature
-    found[-2:] = local_stats(logits_NV, labels_N, share, temperature, entropy=False)
+    found[-2:] = local_stats(logits_NV, labels_N[:, None], share, temperature, entropy=False)
     return found
 
 

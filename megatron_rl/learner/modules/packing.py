@@ -45,6 +45,7 @@ class Pack:
     labels_N: Tensor  # those response tokens, row after row
     # int64: sampling support of each token, padded with -1; None: the whole vocabulary
     kept_NK: Tensor | None
+    top_NM: Tensor | None  # int64: top tokens at each token, padded with -1; None: no top logprobs
     # experts that the sampler chose, of this stage's layers: see Batch.experts_PLK
     experts_SLK: Tensor | None
     read_S: Tensor  # bool: tokens that the sampler has read, all but the last of each row
@@ -219,7 +220,8 @@ def pack(
         starts=starts.to(torch.int32),
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
-        kept_NK=_kept(batch, index_R),
+        kept_NK=_padded(batch, "kept_counts_N", "kept_ids_K", index_R),
+        top_NM=_padded(batch, "top_counts_N", "top_ids_E", index_R),
         experts_SLK=_experts(batch, index_R, real_P, positions),
         read_S=read_S,
         answered=len(row_N),
@@ -240,15 +242,29 @@ def _experts(batch: Batch, index_R: Tensor, real_P: Tensor, positions: int) -> T
     return blank_SLK.index_copy(0, real_P, experts_PLK)
 
 
-def _kept(batch: Batch, index_R: Tensor) -> Tensor | None:
-    if batch.kept_ids_K is None:
+def _padded(batch: Batch, counts: str, ids: str, index_R: Tensor) -> Tensor | None:
+    """Token ids of each response token, padded with -1; None: the batch has none."""
+    if ids not in batch.columns:
         return None
-    counts_N = batch.taken("kept_counts_N", index_R).long()
+    counts_N = batch.taken(counts, index_R).long()
     widest = int(counts_N.max()) if len(counts_N) else 1
-    kept_NK = torch.full((len(counts_N), max(1, widest)), -1)
-    held_NK = torch.arange(kept_NK.shape[1]) < counts_N[:, None]
-    kept_NK[held_NK] = batch.taken("kept_ids_K", index_R).long()
-    return kept_NK
+    ids_NK = torch.full((len(counts_N), max(1, widest)), -1)
+    held_NK = torch.arange(ids_NK.shape[1]) < counts_N[:, None]
+    ids_NK[held_NK] = batch.taken(ids, index_R).long()
+    return ids_NK
+
+
+def unpadded(values_NM: Tensor, counts_N: Tensor, entries: int) -> Tensor:
+    """Return the first `counts_N` values of each token, token after token. `entries`: sum of the
+    counts, given so that the CPU need not wait for the device.
+    """
+    counts_N = counts_N.long()
+    row_E = torch.repeat_interleave(counts_N, output_size=entries)
+    # of each row's first value: its place among the padded ones, less that in the result
+    gaps_N = torch.arange(len(counts_N), device=counts_N.device) * values_NM.shape[1]
+    gaps_N = gaps_N - (counts_N.cumsum(0) - counts_N)
+    place_E = gaps_N[row_E] + torch.arange(entries, device=counts_N.device)
+    return values_NM.flatten().gather(0, place_E)
 
 
 def _ramp(lengths: Tensor) -> Tensor:

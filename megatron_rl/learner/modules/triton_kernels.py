@@ -3,7 +3,8 @@
 Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and
 `observers.py` compute in torch. Row offsets have 64 bits: a pack can have more than 2^31 logits.
 
-N tokens, V columns of logits, K token ids per token, S statistics, M positions, H hidden channels.
+N tokens, V columns of logits, K or I token ids per token, S statistics, M positions, H hidden
+channels.
 """
 
 from __future__ import annotations
@@ -83,11 +84,34 @@ def statistics_kernel(
         tl.store(stats + (1 + ids_of_row).to(tl.int64) * rows + row, tl.sum(weighted, 0) / divisor)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
+def _gradient(
+    x,
+    of_norm,
+    log_norm,
+    of_entropy,
+    mean,
+    of_ids,
+    temperature,
+    ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    factor = of_norm
+    if ENTROPY:
+        # dH/dx = -p (x - E[x])
+        factor -= of_entropy * (x - mean)
+    value = tl.exp(x - log_norm) * factor
+    value += of_ids
+    if SCALED:
+        value = tl.math.div_rn(value, temperature)
+    return value
+
+
+@triton.jit(do_not_specialize=["start", "ids_of_row"])
 def gradient_kernel(
     grad,
     logits,
-    labels,
+    ids,
     of_logprobs,
     of_entropy,
     log_norms,
@@ -97,33 +121,59 @@ def gradient_kernel(
     start,
     real,
     columns,
+    ids_of_row,
     temperature,
+    TOP: tl.constexpr,
     ENTROPY: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a row of the gradient, possibly over the logits; zero in columns that are no tokens."""
+    """Write a row of the gradient, possibly over the logits; zero in columns that are no tokens.
+
+    The first of the row's ids is the label. The others, distinct, have `TOP` lanes; their columns
+    are written last.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     grad += row * grad_stride
-    label = tl.load(labels + row) - start
-    of_logprob = tl.load(of_logprobs + row)
+    ids += row * ids_of_row
+    of_logprobs += row * ids_of_row
+    label = tl.load(ids) - start
+    of_label = tl.load(of_logprobs)
+    of_norm = -of_label
     log_norm = tl.load(log_norms + row)
+    of_one_entropy = 0.0
+    mean = 0.0
+    if ENTROPY:
+        of_one_entropy = tl.load(of_entropy + row)
+        mean = tl.load(means + row)
+    if TOP:
+        place = 1 + tl.arange(0, TOP)
+        wanted = place < ids_of_row
+        top = tl.load(ids + place, mask=wanted, other=-1) - start
+        of_top = tl.load(of_logprobs + place, mask=wanted, other=0.0)
+        of_norm -= tl.sum(of_top, 0)
+        held = (top >= 0) & (top < real)
+        top_x = _scaled(logits + top, held, temperature, SCALED)
+        tl.debug_barrier()  # all have read before one writes
     lanes = tl.arange(0, BLOCK)
     for first in range(0, columns, BLOCK):
         column = first + lanes
         inside = column < real
         x = _scaled(logits + column, inside, temperature, SCALED)
-        factor = -of_logprob
-        if ENTROPY:
-            # dH/dx = -p (x - E[x])
-            factor -= tl.load(of_entropy + row) * (x - tl.load(means + row))
-        value = tl.exp(x - log_norm) * factor
-        value += tl.where(column == label, of_logprob, 0.0)
-        if SCALED:
-            value = tl.math.div_rn(value, temperature)
+        of_ids = tl.where(column == label, of_label, 0.0)
+        value = _gradient(
+            x, of_norm, log_norm, of_one_entropy, mean, of_ids, temperature, ENTROPY, SCALED
+        )
         value = tl.where(inside, value, 0.0)
         tl.store(grad + column, value.to(grad.dtype.element_ty), mask=column < columns)
+    if TOP:
+        tl.debug_barrier()  # the row is written
+        of_top += tl.where(top == label, of_label, 0.0)
+        value = _gradient(
+            top_x, of_norm, log_norm, of_one_entropy, mean, of_top, temperature, ENTROPY, SCALED
+        )
+        tl.store(grad + top, value.to(grad.dtype.element_ty), mask=held)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -192,7 +242,6 @@ def statistics(
 def write_gradient(
     grad_NV: Tensor,
     logits_NV: Tensor,
-    labels_N: Tensor,
     grads: Gradients,
     share: VocabShare,
     temperature: float,
@@ -201,13 +250,14 @@ def write_gradient(
     rows, columns = grad_NV.shape
     if not rows:
         return
+    top = grads.ids_NI.shape[1] - 1
     # unread without a gradient of the entropy
     mean_N = grads.log_norm_N if grads.mean_N is None else grads.mean_N
     gradient_kernel[(rows,)](
         grad_NV,
         logits_NV,
-        labels_N.contiguous(),
-        grads.logprobs_N,
+        grads.ids_NI,
+        grads.logprobs_NI,
         mean_N if grads.entropy_N is None else grads.entropy_N,
         grads.log_norm_N,
         mean_N,
@@ -216,7 +266,9 @@ def write_gradient(
         share.start,
         share.real,
         columns,
+        1 + top,
         float(temperature),
+        TOP=triton.next_power_of_2(top) if top else 0,
         ENTROPY=grads.entropy_N is not None,
         SCALED=temperature != 1,
         BLOCK=COLUMNS,

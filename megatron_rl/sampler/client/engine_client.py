@@ -123,6 +123,8 @@ class EngineClient:
             "top_k": params.top_k,
             "stop_token_ids": params.stop_token_ids,
             "candidates": params.candidates,
+            "top_logprobs": params.top_logprobs,
+            "top_mass": params.top_mass,
             "policy_version": version,
             "patient": patient,
         }
@@ -358,6 +360,11 @@ class EngineClient:
             self._check_kept(one, params.candidates)
         elif one.kept_ids is not None or one.kept_counts is not None:
             raise ValueError("a sampling support that was not requested")
+        top = one.top_counts, one.top_ids, one.top_logprobs
+        if params.top_logprobs:
+            self._check_top(one, params.top_logprobs)
+        elif any(column is not None for column in top):
+            raise ValueError("top logprobs that were not requested")
         read = prompt + max(0, T - 1)
         if one.experts_SLK is not None and (
             one.experts_SLK.ndim != 3 or len(one.experts_SLK) != read
@@ -375,6 +382,26 @@ class EngineClient:
             raise ValueError(
                 f"more than the {candidates} candidates of a token that were requested"
             )
+
+    def _check_top(self, one: Completion, most: int) -> None:
+        if one.top_counts is None or one.top_ids is None or one.top_logprobs is None:
+            raise ValueError("the top logprobs are missing")
+        self._check_ids(np.asarray(one.top_ids))
+        counts_T = np.asarray(one.top_counts)
+        if ((counts_T < 1) | (counts_T > most)).any():
+            raise ValueError(f"top tokens of a token that are not 1 to {most}")
+        logprobs = one.top_logprobs
+        if logprobs.dtype != np.float16 or logprobs.shape != (len(one.top_ids),):
+            raise ValueError(
+                f"top logprobs that are not one float16 for each of {len(one.top_ids)}"
+            )
+        if len(counts_T) != len(one.token_ids) or counts_T.sum() != len(logprobs):
+            raise ValueError(f"top tokens that do not add up for {len(one.token_ids)} tokens")
+        rises = np.zeros(len(logprobs), bool)
+        rises[1:] = logprobs[1:] > logprobs[:-1]
+        rises[counts_T.cumsum() - counts_T] = False  # the first ones of each token
+        if rises.any() or np.isinf(logprobs).any() or (logprobs > HIGHEST_LOGPROB).any():
+            raise ValueError("top logprobs that are no logprobs, or not in descending order")
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:

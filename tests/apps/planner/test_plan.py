@@ -180,6 +180,17 @@ def test_a_node_s_own_memory_is_a_limit_where_it_is_named(command: Command) -> N
     assert "learner.offload" in said
 
 
+def test_top_logprobs_take_six_bytes_each(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = planned(capsys)["host"]
+    top = planned(capsys, "rollout.top_logprobs.max=32")["host"]
+    tokens = 128 * 16 * 0.4 * 20480  # mean length of a response: 0.4 of the limit
+    # responses and batch of the driver, and the batch of each of four ranks
+    assert top["top logprobs"] == pytest.approx(tokens * (2 + 6 * 32) * (2 + 4))
+    assert "top logprobs" not in plain
+    assert cli.main(["plan", DAPO, *NODE, *APART, "rollout.top_logprobs.max=32"]) == 0
+    assert "top       32 logprobs a token" in capsys.readouterr().out
+
+
 def test_sessions_prefill_what_their_turns_add(command: Command) -> None:
     asked = ("--assume", "turns=3", "--assume", "response=0.1", "--assume", "observation=0.5")
     given = (

@@ -43,7 +43,8 @@ from translation_cases import (  # isort: skip
 from megatron_rl.apps.translation.keys import Native
 from megatron_rl.apps.translation.translate import translate
 from megatron_rl.batch import collate
-from megatron_rl.config import from_mapping
+from megatron_rl.config import ConfigError, from_mapping
+from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.schema import Level, LossConfig, NonFinite
 from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.types import Scored
@@ -586,3 +587,30 @@ def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> N
     assert torch.equal(found.denominator_mask_BT, theirs_BT)
     alone = translate("slime", {OLD: True}).config
     assert (alone.weight.level, alone.non_finite) == (Level.none, NonFinite.one)
+
+
+SC = {"bypass_mode": True, "loss_type": "reinforce", "score_centering": True}
+CENTERED = [
+    ("verl", {"algorithm": {"rollout_correction": SC}}),
+    ("verl", {"algorithm": {"rollout_correction": SC | {"rollout_is": "token"}}}),
+    ("prime_rl", {"trainer": {"loss": {"type": "ipo", "score_centering": True}}}),
+    ("nemo_rl", {"loss_fn": NEMO_ON | {"score_centering": True}}),
+    ("skyrl", {"trainer": {"algorithm": {"score_centering": {"enabled": True}}}}),
+    ("slime", {"use_score_centering": True, "use_tis": True}),
+]
+
+
+@pytest.mark.parametrize(("framework", "mapping"), CENTERED)
+def test_score_centering(framework: str, mapping: Native) -> None:
+    found = translate(framework, mapping)
+    assert found.config.center == "top_logprobs"
+    loss = loss_of(found.loss, name=found.loss.get("name", "ppo"))
+    assert not check_objective(found.config, loss)
+
+
+def test_verl_centers_only_a_policy_gradient_in_bypass_mode() -> None:
+    mapping = {"algorithm": {"rollout_correction": SC | {"loss_type": "ppo_clip"}}}
+    with pytest.raises(
+        ConfigError, match=r"score_centering .*bypass_mode and loss_type: reinforce"
+    ):
+        translate("verl", mapping)

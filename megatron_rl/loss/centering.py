@@ -1,0 +1,112 @@
+"""Score centering: subtracts from each token's gradient what the sampler would be expected to give
+at its prefix (arXiv 2609.20807). At a prefix, the expected gradient of a loss under the sampler is
+E[A] E[c grad log pi] and the covariance of the two; the first part, the drift, pulls the policy
+towards its sampler whatever was rewarded.
+
+q: the sampler's probabilities, p: the proximal policy's; c: what a loss multiplies A grad log pi by,
+the weight included. The tail, whose tokens are unknown, is taken to be proportional to pi.
+
+Shape legend: N response tokens, E top tokens at all tokens, V top tokens, then tails: E + N.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_rl.batch import UpdateInputs
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.loss.table import LOSSES
+from megatron_rl.loss.terms import Terms
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
+from megatron_rl.segments import Segments
+
+CENTERED_FRACTION = "center/token_fraction"
+# means over centered tokens
+OF_CENTERED = (
+    "center/sampler_mass",
+    "center/policy_mass",
+    "center/coefficient_l1",
+    "center/drift_norm",
+)
+
+
+def centering_term(
+    top_logprobs_E: Tensor,
+    top: TopLogprobs,
+    targets: UpdateInputs,
+    advantages_N: Tensor,
+    scale_N: Tensor,
+    config: LossConfig,
+    tokens: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The centering term of some rows, and metrics: sums over tokens, over the `tokens` counted ones
+    of the batch.
+
+    `top_logprobs_E`: log pi, carries the gradient; `top`: with the anchor of the loss in the
+    learner's place. The term's value means nothing.
+    """
+    assert targets.top_weights_E is not None and targets.tail_weights_N is not None
+    usable_E = top.tokens.at_tokens(top.usable_N)
+    now_E = top_logprobs_E.to(top.learner_E.dtype).masked_fill(~usable_E, 0.0)
+    now_V = top.with_tails(now_E.detach())
+    weights_V = torch.cat((targets.top_weights_E, targets.tail_weights_N))
+    slopes_V = loss_slopes(now_V, top, weights_V, advantages_N, config)
+    coefficients_E = _coefficients(now_V, slopes_V, top)
+    term = (coefficients_E * top.tokens.at_tokens(scale_N) * now_E).sum()
+
+    centered_N = top.usable_N & (top.tokens.count(targets.top_weights_E > 0) > 0)
+    centered_N = centered_N | (top.usable_N & (targets.tail_weights_N > 0))
+    values = (
+        top.mass(top.sampler_E),
+        top.mass(now_E.detach()),
+        top.tokens.sum(coefficients_E.abs()),
+        drift_norm(now_V, coefficients_E, top),
+    )
+    metrics = {
+        name: value_N.masked_fill(~centered_N, 0.0).sum() / max(1, tokens)
+        for name, value_N in zip(OF_CENTERED, values, strict=True)
+    }
+    metrics[CENTERED_FRACTION] = centered_N.sum() / max(1, tokens)
+    return term, metrics
+
+
+def loss_slopes(
+    now_V: Tensor,
+    top: TopLogprobs,
+    weights_V: Tensor,
+    advantages_N: Tensor,
+    config: LossConfig,
+) -> Tensor:
+    """[V]: -A c of each top token and tail, the loss's derivative by its log pi, had it been
+    sampled.
+    """
+    with torch.enable_grad():
+        leaf_V = now_V.clone().requires_grad_()
+        terms = Terms(
+            logprobs_N=leaf_V,
+            anchor_N=top.learner_V,
+            advantages_N=top.at_all(advantages_N).to(leaf_V.dtype),
+            weights_N=weights_V.to(leaf_V.dtype),
+            mask_N=torch.ones_like(leaf_V, dtype=torch.bool),
+            selected_N=None,
+            rows=Segments.rows(torch.full((1,), len(leaf_V), device=leaf_V.device), len(leaf_V)),
+        )
+        per_token_V, _ = LOSSES[config.name].formula(terms, config)
+        return torch.autograd.grad(per_token_V.sum(), leaf_V)[0]
+
+
+def _coefficients(now_V: Tensor, slopes_V: Tensor, top: TopLogprobs) -> Tensor:
+    """[E]: A (q c - alpha pi), with alpha = q(tail) / pi(tail) c(tail)."""
+    now_E, now_tail_N = top.split(now_V)
+    slopes_E, slopes_tail_N = top.split(slopes_V)
+    sampler_tail_N = top.split(top.sampler_V)[1]
+    alpha_N = (sampler_tail_N - now_tail_N).exp() * slopes_tail_N
+    return top.tokens.at_tokens(alpha_N) * now_E.exp() - top.sampler_E.exp() * slopes_E
+
+
+def drift_norm(now_V: Tensor, coefficients_E: Tensor, top: TopLogprobs) -> Tensor:
+    """[N]: norm of the term's gradient by the logits at each token, the tail as one logit."""
+    now_E, now_tail_N = top.split(now_V.exp())
+    total_N = top.tokens.sum(coefficients_E)
+    at_top_E = coefficients_E - top.tokens.at_tokens(total_N) * now_E
+    at_tail_N = total_N * now_tail_N
+    return (top.tokens.sum(at_top_E.square()) + at_tail_N.square()).sqrt()
