@@ -32,6 +32,7 @@ GROUPS: dict[str, str] = {
         "updated policy."
     ),
     "loss": "Policy loss; with several minibatches per step, their mean.",
+    "center": "Score centering (correction.center): means over tokens with a centering term.",
     "optim": "Optimizer.",
     "router": "Mixture of experts with `learner.router: replay`.",
     "sync": "Weight sync.",
