@@ -71,8 +71,12 @@ def replay(
     """
     replayed = {}
     for name, config in corrections.items():
+        hint = None
         if config.anchor != Anchor.prox:
             hint = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
+        elif config.reads_top_logprobs:
+            hint = "the learner's logprobs of top tokens are not recorded; leave it out"
+        if hint:
             raise ConfigError(f"correction {name}: {hint}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {

@@ -84,6 +84,8 @@ def test_the_command_line_replays_presets_of_the_runs_own_configuration(run, cap
 def test_what_cannot_be_replayed_is_said(run, tmp_path, capsys):
     with pytest.raises(Exception, match="anchor sampler"):
         replay([], {"bypass": CorrectionConfig(anchor=Anchor.sampler)}, AdvantageConfig())
+    with pytest.raises(Exception, match="top tokens are not recorded"):
+        replay([], {"center": CorrectionConfig(center="top_logprobs")}, AdvantageConfig())
     config = make_config()
     recorder = Recorder(
         config.log,
