@@ -217,7 +217,7 @@ def _slope(
             judged = sampled
         if not _inside(rule, judged):
             return 0.0
-    weight = _weight(correction, sampled, index, own)
+    weight = _weight(correction, sampled, index, own, math.exp(one.tables["prox"][place][word]))
     policy = one.tables["policy"][place][word]
     anchor = one.tables["sampler" if correction.anchor == "sampler" else "prox"][place][word]
     token = Token(policy, anchor, advantage, weight, False, Row([], []))
@@ -253,8 +253,9 @@ def _inside(rule: RejectRule, d: Sequence[float]) -> bool:
 
 
 def _weight(
-    correction: CorrectionConfig, sampled: Sequence[float], index: int, own: float
+    correction: CorrectionConfig, sampled: Sequence[float], index: int, own: float, prob: float
 ) -> float:
+    """`prob`: the learner's, before the updates."""
     weight = correction.weight
     if weight.level == "none":
         return 1.0
@@ -266,6 +267,8 @@ def _weight(
     ratio = math.exp(sum(d) / (len(d) if weight.aggregate == "geometric" else 1))
     low = weight.low or 0.0
     high = math.inf if weight.high is None else weight.high
+    if weight.cap.confidence is not None:
+        high = 1.0 + weight.cap.confidence * max(1.0 - prob, weight.cap.floor)
     if weight.outside == "zero":
         return ratio if low <= ratio <= high else 0.0
     return min(max(ratio, low), high)

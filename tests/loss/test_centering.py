@@ -28,6 +28,7 @@ from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.rules import top_logprobs
 from megatron_rl.config.sampling import TopLogprobsSection
 from megatron_rl.config.schema import (
+    ConfidenceCap,
     CorrectionConfig,
     LossConfig,
     RejectRule,
@@ -41,6 +42,7 @@ from megatron_rl.rollout_correction.top_logprobs import SMALLEST_MASS, TopLogpro
 
 PLAIN = WeightConfig(level="none")
 TIS = WeightConfig(high=1.3)
+CALIBRATED = WeightConfig(high=None, cap=ConfidenceCap(confidence=0.5))
 MASK = WeightConfig(low=0.7, high=1.3, outside="zero")
 BAND = RejectRule(level="token", stat="ratio", low=0.8, high=1.2)
 LOSS = {
@@ -58,6 +60,7 @@ LOSS = {
 CORRECTION = {
     "plain": centered(weight=PLAIN),
     "tis": centered(weight=TIS),
+    "calibrated": centered(weight=CALIBRATED),
     "mask": centered(weight=MASK),
     "sequence": centered(weight=WeightConfig(level="sequence", high=1.5)),
     "prefix": centered(weight=WeightConfig(level="prefix", high=1.5)),
@@ -198,7 +201,7 @@ def test_it_is_the_published_formula_on_a_thousand_batches() -> None:
         torch.testing.assert_close(found_NV, published(one, f, size), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("correction", ["plain", "tis", "token rule"])
+@pytest.mark.parametrize("correction", ["plain", "tis", "calibrated", "token rule"])
 def test_a_set_that_holds_nearly_all_is_within_the_error_of_its_tail(correction: str) -> None:
     """32 of 400 words; the error shrinks with the tail's mass, and the tail's part is not small."""
     config = CORRECTION[correction]
