@@ -70,6 +70,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                     setattr(learner, section, getattr(config, section))
                 drawn = sampling_params(config.rollout, driver._scorer.tokenizer.stop_token_ids)
                 driver._collector._params = driver._probe_params = drawn
+                driver._collector._config = config.rollout
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
                 loop(config, rank0, learner, sync, saver, Progress(done))

@@ -143,13 +143,18 @@ def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[
 
 
 def test_top_logprobs_are_measured_where_they_are_requested(results: dict[str, dict]) -> None:
+    requested = {"top logprobs", "correction center", "correction center_tis"}
     for name, case in results.items():
         for line in case["lines"][1:]:
             found = [key for key in line if key.startswith("rollout/top_")]
-            assert len(found) == (3 if name == "top logprobs" else 0)
+            assert len(found) == (3 if name in requested else 0)
     for line in results["top logprobs"]["lines"][1:]:
         assert 1 <= line["rollout/top_tokens_mean"] <= 8
         assert 0.3 < line["rollout/top_mass_mean"] <= 1
+    for name in ("correction center", "correction center_tis"):
+        for line in results[name]["lines"][1:]:
+            assert line["center/token_fraction"] > 0.9
+            assert 0 < line["center/drift_norm"] < 100
         assert 0 <= line["rollout/top_tokens_limited_fraction"] < 1
 
 
