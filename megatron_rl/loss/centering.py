@@ -53,8 +53,8 @@ def centering_term(
     coefficients_E = _coefficients(now_V, slopes_V, top)
     term = (coefficients_E * top.tokens.at_tokens(scale_N) * now_E).sum()
 
-    centered_N = top.usable_N & (top.tokens.count(targets.top_weights_E > 0) > 0)
-    centered_N = centered_N | (top.usable_N & (targets.tail_weights_N > 0))
+    weighted_N = (top.tokens.count(targets.top_weights_E > 0) > 0) | (targets.tail_weights_N > 0)
+    centered_N = top.usable_N & weighted_N
     values = (
         top.mass(top.sampler_E),
         top.mass(now_E.detach()),

@@ -3,7 +3,7 @@
 import centering_statistics as lab
 import pytest
 import torch
-from correction_statistics import REINFORCE, Toy, make_toy, mean_reward, rows_of
+from correction_statistics import REINFORCE, Toy, make_toy, mean_and_variance, mean_reward, rows_of
 
 from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config.schema import CorrectionConfig
@@ -59,21 +59,18 @@ def through_the_loss(toy: Toy, choice: lab.Choice) -> torch.Tensor:
 def test_gradients_are_those_of_the_loss(name: str) -> None:
     toy = make_toy(0.5, seed=2, length=3)
     choice = lab.CHOICES[name]
-    mean = (lab.gradients(toy, choice) * toy.sampler_prob_B[:, None, None, None]).sum(0)
+    mean, _ = mean_and_variance(lab.gradients(toy, choice), toy.sampler_prob_B)
     torch.testing.assert_close(mean, through_the_loss(toy, choice), rtol=1e-4, atol=1e-6)
 
 
 def test_centering_removes_the_drift() -> None:
     toy = make_toy(0.5, seed=2, length=3)
     for weight in (lab.NONE, lab.TOKEN_TIS):
-        means = [
-            (
-                lab.gradients(toy, lab.Choice(weight, center))
-                * toy.sampler_prob_B[:, None, None, None]
-            )
+        plain, centered = (
+            mean_and_variance(lab.gradients(toy, lab.Choice(weight, center)), toy.sampler_prob_B)[0]
             for center in (False, True)
-        ]
-        removed = means[0].sum(0) - means[1].sum(0)
+        )
+        removed = plain - centered
         torch.testing.assert_close(removed, lab.drift(toy, weight), rtol=1e-6, atol=1e-9)
     without_cap = lab.drift(toy, lab.WeightConfig(high=None))
     assert float(without_cap.norm()) < 1e-6 * float(lab.drift(toy, lab.NONE).norm())

@@ -25,6 +25,7 @@ from correction_statistics import (
     Toy,
     correct,
     make_toy,
+    mean_and_variance,
     mean_reward,
     weights_of,
 )
@@ -108,10 +109,7 @@ class OneStep:
 
 
 def one_step(toy: Toy, choice: Choice) -> OneStep:
-    each = gradients(toy, choice)
-    chances = toy.sampler_prob_B[:, None, None, None]
-    mean = (each * chances).sum(0)
-    variance = float(((each - mean).square() * chances).sum())
+    mean, variance = mean_and_variance(gradients(toy, choice), toy.sampler_prob_B)
     true = toy.true_gradient()
     size = float(true.norm())
     return OneStep(float((mean - true).norm()) / size, math.sqrt(variance / BATCH) / size)

@@ -193,7 +193,11 @@ def moments(scores: Tensor, coefficients_BT: Tensor, chances_B: Tensor) -> tuple
     """Mean and variance of the gradient in which each token's score is multiplied by its
     coefficient.
     """
-    gradients = scores * coefficients_BT[:, :, None, None]
+    return mean_and_variance(scores * coefficients_BT[:, :, None, None], chances_B)
+
+
+def mean_and_variance(gradients: Tensor, chances_B: Tensor) -> tuple[Tensor, float]:
+    """Mean, and variance summed over parameters, of the gradients of sequences."""
     chances = chances_B[:, None, None, None]
     mean = (gradients * chances).sum(0)
     return mean, float(((gradients - mean).square() * chances).sum())
