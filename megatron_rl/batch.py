@@ -139,6 +139,16 @@ class Batch(Table):
         return self.responses.sum(self.kept_counts_N.double()).long()
 
     @property
+    def top_sampled_E(self) -> Tensor | None:
+        """bool: which top tokens were sampled."""
+        if self.top_ids_E is None or self.top_counts_N is None:
+            return None
+        rows = Segments.rows(self.lengths_B, len(self.tokens_P))
+        responses_P = rows.place_N >= rows.at_tokens(self.prompt_lengths_B)
+        sampled_N = self.tokens_P[responses_P]
+        return self.top_ids_E == sampled_N.repeat_interleave(self.top_counts_N.long())
+
+    @property
     def table(self) -> Table:
         return Table(**{one.name: getattr(self, one.name) for one in fields(Table)})
 
@@ -178,6 +188,7 @@ class UpdateInputs(Rows):
     # top tokens of the rows: see Batch; None: the loss reads no top logprobs
     top_counts_N: Tensor | None = None
     top_logprobs_E: Tensor | None = None  # float16: the sampler's
+    top_sampled_E: Tensor | None = None  # bool: the sampled tokens; for a metric of centering
     top_anchor_E: Tensor | None = None  # float32: p of each; None: there was no proximal pass
     # float32: weights of score centering, of top tokens and tails; None: the loss completes them
     top_weights_E: Tensor | None = None

@@ -56,10 +56,12 @@ class CorrectedBatch:
         seed = config.run.seed + self.version + 1
         top: dict[str, Tensor | None] = {}
         reads = config.correction.reads_top_logprobs
-        if config.correction.center != Center.none or (reads and self.top_anchor_E is None):
+        centered = config.correction.center != Center.none
+        if centered or (reads and self.top_anchor_E is None):
             top = {
                 "top_counts_N": batch.top_counts_N,
                 "top_logprobs_E": batch.top_logprobs_E,
+                "top_sampled_E": batch.top_sampled_E if centered else None,
                 "top_anchor_E": self.top_anchor_E,
                 "top_weights_E": correction.top_weights_E,
                 "tail_weights_N": correction.tail_weights_N,
@@ -103,17 +105,18 @@ class CorrectedBatch:
         if prox_N is None:
             return self.correction.metrics
         return {
-            **mismatch_by_format(prox_N, self.share),
-            **mismatch_by_age(prox_N, self.share, self.version),
-            **mismatch_in_sessions(prox_N, self.share),
+            **mismatch_by_format(prox_N, self.share, self.top_anchor_E),
+            **mismatch_by_age(prox_N, self.share, self.version, self.top_anchor_E),
+            **mismatch_in_sessions(prox_N, self.share, self.top_anchor_E),
             **self.correction.metrics,
         }
 
     def recorded(self) -> dict[str, Tensor | None]:
-        """Columns of response tokens for the record."""
+        """Columns for the record."""
         correction = self.correction
         return {
             "prox_logprobs_N": correction.prox_logprobs_N,
+            "top_prox_logprobs_E": self.top_anchor_E,
             "weights_N": correction.weights_N,
             "mask_N": correction.mask_N,
         }

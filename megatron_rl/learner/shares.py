@@ -205,8 +205,9 @@ class DataPlane:
         """
         found = {}
         for name, column in columns.items():
-            own_B = (part or share.batch).sizes(name)
-            whole = None if column is None else self._collect(share, column, own_B)
+            whole = None
+            if column is not None:
+                whole = self._collect(share, column, (part or share.batch).sizes(name))
             if self._driver:
                 found[name] = whole
         return found

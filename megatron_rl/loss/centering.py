@@ -9,6 +9,8 @@ the weight included. The tail, whose tokens are unknown, is taken to be proporti
 Shape legend: N response tokens, E top tokens at all tokens, V top tokens, then tails: E + N.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,9 @@ from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.segments import Segments
+from megatron_rl.types import Metrics
 
+SMALLEST_NORM = 1e-30
 CENTERED_FRACTION = "center/token_fraction"
 # means over centered tokens
 OF_CENTERED = (
@@ -27,6 +31,8 @@ OF_CENTERED = (
     "center/coefficient_l1",
     "center/drift_norm",
 )
+# sums of products of gradients by the logits, of the drift and of the loss without centering
+PRODUCTS = ("center/drift_own", "center/drift_drift", "center/own_own")
 
 
 def centering_term(
@@ -52,6 +58,7 @@ def centering_term(
     slopes_V = loss_slopes(now_V, top, weights_V, advantages_N, config)
     coefficients_E = _coefficients(now_V, slopes_V, top)
     term = (coefficients_E * top.tokens.at_tokens(scale_N) * now_E).sum()
+    drift_V = _drift(now_V, coefficients_E, top)
 
     weighted_N = (top.tokens.count(targets.top_weights_E > 0) > 0) | (targets.tail_weights_N > 0)
     centered_N = top.usable_N & weighted_N
@@ -59,13 +66,20 @@ def centering_term(
         top.mass(top.sampler_E),
         top.mass(now_E.detach()),
         top.tokens.sum(coefficients_E.abs()),
-        drift_norm(now_V, coefficients_E, top),
+        inner(drift_V, drift_V, top).sqrt(),
     )
     metrics = {
         name: value_N.masked_fill(~centered_N, 0.0).sum() / max(1, tokens)
         for name, value_N in zip(OF_CENTERED, values, strict=True)
     }
     metrics[CENTERED_FRACTION] = centered_N.sum() / max(1, tokens)
+    if targets.top_sampled_E is not None:
+        own_V = _own(now_V, slopes_V, targets.top_sampled_E, top) * top.at_all(targets.mask_N)
+        for name, one_V, other_V in zip(
+            PRODUCTS, (drift_V, drift_V, own_V), (own_V, drift_V, own_V), strict=True
+        ):
+            product_N = inner(one_V, other_V, top) * scale_N.square()
+            metrics[name] = product_N.masked_fill(~centered_N, 0.0).sum()
     return term, metrics
 
 
@@ -103,10 +117,35 @@ def _coefficients(now_V: Tensor, slopes_V: Tensor, top: TopLogprobs) -> Tensor:
     return top.tokens.at_tokens(alpha_N) * now_E.exp() - top.sampler_E.exp() * slopes_E
 
 
-def drift_norm(now_V: Tensor, coefficients_E: Tensor, top: TopLogprobs) -> Tensor:
-    """[N]: norm of the term's gradient by the logits at each token, the tail as one logit."""
-    now_E, now_tail_N = top.split(now_V.exp())
+def _drift(now_V: Tensor, coefficients_E: Tensor, top: TopLogprobs) -> Tensor:
+    """[V]: the gradient that the term takes away, by the logits; a tail's as one logit."""
     total_N = top.tokens.sum(coefficients_E)
-    at_top_E = coefficients_E - top.tokens.at_tokens(total_N) * now_E
-    at_tail_N = total_N * now_tail_N
-    return (top.tokens.sum(at_top_E.square()) + at_tail_N.square()).sqrt()
+    coefficients_V = torch.cat((coefficients_E, torch.zeros_like(total_N)))
+    return top.at_all(total_N) * now_V.exp() - coefficients_V
+
+
+def _own(now_V: Tensor, slopes_V: Tensor, sampled_E: Tensor, top: TopLogprobs) -> Tensor:
+    """[V]: the gradient of the loss without centering, alike. `sampled_E`: the sampled tokens;
+    where none of the top tokens is, it is in the tail.
+    """
+    in_tail_N = top.tokens.count(sampled_E) == 0
+    sampled_V = torch.cat((sampled_E, in_tail_N))
+    slopes_E, slopes_tail_N = top.split(slopes_V * sampled_V)
+    slope_N = top.tokens.sum(slopes_E) + slopes_tail_N
+    return top.at_all(slope_N) * (sampled_V.to(now_V.dtype) - now_V.exp())
+
+
+def inner(one_V: Tensor, other_V: Tensor, top: TopLogprobs) -> Tensor:
+    """[N]: inner products over the top tokens and the tail of each token."""
+    at_top_E, at_tail_N = top.split(one_V * other_V)
+    return top.tokens.sum(at_top_E) + at_tail_N
+
+
+def drift_cosine(metrics: Metrics) -> Metrics:
+    """Metrics with the cosine of drift and loss in the place of products."""
+    if any(name not in metrics for name in PRODUCTS):
+        return dict(metrics)
+    dot, drift, own = (metrics[name] for name in PRODUCTS)
+    cosine = dot / max(math.sqrt(drift * own), SMALLEST_NORM)
+    kept = {name: value for name, value in metrics.items() if name not in PRODUCTS}
+    return {**kept, "center/drift_cosine": cosine}

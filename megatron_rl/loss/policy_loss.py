@@ -25,7 +25,12 @@ from megatron_rl.config.schema import (
     LossConfig,
     Reduction,
 )
-from megatron_rl.loss.centering import CENTERED_FRACTION, OF_CENTERED, centering_term
+from megatron_rl.loss.centering import (
+    CENTERED_FRACTION,
+    OF_CENTERED,
+    centering_term,
+    drift_cosine,
+)
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import correct_micro_batch
@@ -254,7 +259,7 @@ def over_trained(metrics: Metrics) -> Metrics:
     """The batch's metrics, with means that are of the tokens that rules in the loss have left, or
     that are centered.
     """
-    found = dict(metrics)
+    found = drift_cosine(metrics)
     for names, fraction in (
         (("loss/approx_kl", "loss/ratio_mean"), "loss/trained_fraction"),
         (OF_CENTERED, CENTERED_FRACTION),

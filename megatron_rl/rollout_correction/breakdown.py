@@ -8,12 +8,12 @@ format that does not suit in the weight formats; a cache that is wrong behind te
 in the later turns and the first tokens of each, a grammar that the engine enforces and does not
 report in the tool calls.
 
-Shape legend: N response tokens, B rows.
+Shape legend: N response tokens, B rows, E top tokens at all tokens.
 """
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from megatron_rl.batch import Batch, Replicas, Share
 from megatron_rl.config.schema import Format
+from megatron_rl.rollout_correction.metrics import TOP_DIVERGENCES, divergences_N
 from megatron_rl.rollout_correction.ratio import as_float, bounded_exp
+from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.types import Metrics
 
 CUTS = (
@@ -59,6 +61,11 @@ class Slice:
     k3_kl: float
     abs_diff: float  # mean |d|
     mult_prob_error: float  # mean exp|d|
+    # tokens whose top tokens have the logprobs of both, and means over these
+    top_tokens: int = 0
+    top_kl: float = 0.0
+    top_reverse_kl: float = 0.0
+    top_tv: float = 0.0
 
 
 @torch.no_grad()
@@ -69,6 +76,7 @@ def breakdowns(
     finish_reasons: Sequence[str] | None = None,
     policy_version: int | None = None,
     formats: Sequence[str] | None = None,
+    top_prox_E: Tensor | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, ordered by label; tokens without a ratio are left out.
 
@@ -76,7 +84,7 @@ def breakdowns(
     version.
     """
     share = Share.alone(batch)
-    tokens = _Tokens.of(prox_logprobs_N, share)
+    tokens = _Tokens.of(prox_logprobs_N, share, top_prox_E)
     counted_N = tokens.counted_N
     rows = batch.responses
     masked_N = as_float(batch.mask_N)
@@ -148,12 +156,14 @@ def _of_sessions(share: Share) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> Metrics:
+def mismatch_in_sessions(
+    prox_logprobs_N: Tensor, share: Share, top_prox_E: Tensor | None = None
+) -> Metrics:
     """Mismatch of first, middle and last turns, and of their first and last tokens; empty for
     single responses and for what all tokens have in common.
     """
     found: Metrics = {}
-    tokens = _Tokens.of(prox_logprobs_N, share)
+    tokens = _Tokens.of(prox_logprobs_N, share, top_prox_E)
     for by, bucket_N in _of_sessions(share).items():
         last = len(LABELS[by]) - 1
         bucket_N = torch.where(bucket_N == last, 1, torch.where(bucket_N == 0, 0, 2))
@@ -164,12 +174,14 @@ def mismatch_in_sessions(prox_logprobs_N: Tensor, share: Share) -> Metrics:
 
 
 @torch.no_grad()
-def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> Metrics:
+def mismatch_by_format(
+    prox_logprobs_N: Tensor, share: Share, top_prox_E: Tensor | None = None
+) -> Metrics:
     """Mismatch of each weight format of a mixed fleet; empty if a single one was used."""
     formats_B = share.all.formats_B
     if formats_B is None or len(formats_B.unique()) < 2:
         return {}
-    tokens = _Tokens.of(prox_logprobs_N, share)
+    tokens = _Tokens.of(prox_logprobs_N, share, top_prox_E)
     format_N = share.batch.responses.at_tokens(formats_B[share.own])
     return _metrics(
         tokens.slices("format", format_N, [format.value for format in Format]), tokens.count
@@ -177,7 +189,9 @@ def mismatch_by_format(prox_logprobs_N: Tensor, share: Share) -> Metrics:
 
 
 @torch.no_grad()
-def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> Metrics:
+def mismatch_by_age(
+    prox_logprobs_N: Tensor, share: Share, version: int, top_prox_E: Tensor | None = None
+) -> Metrics:
     """Mismatch of fresh tokens (numerics alone), and of older ones (which includes learning).
 
     `version`: the learner's. Empty where all tokens are fresh: `rollout_corr/kl` etc. are theirs.
@@ -185,7 +199,7 @@ def mismatch_by_age(prox_logprobs_N: Tensor, share: Share, version: int) -> Metr
     old_N = share.batch.token_versions_N < version
     if not share.replicas.sum((old_N & share.batch.mask_N).sum()):
         return {}
-    tokens = _Tokens.of(prox_logprobs_N, share)
+    tokens = _Tokens.of(prox_logprobs_N, share, top_prox_E)
     return _metrics(tokens.slices("staleness", old_N.long(), AGES), tokens.count)
 
 
@@ -199,6 +213,8 @@ def _metrics(parts: Iterable[Slice], tokens: int) -> Metrics:
             f"rollout_corr/{part.label}/mult_prob_error": part.mult_prob_error,
             f"rollout_corr/{part.label}/token_fraction": part.tokens / tokens,
         }
+        if part.top_tokens:
+            metrics[f"rollout_corr/{part.label}/top_kl"] = part.top_kl
     return metrics
 
 
@@ -208,22 +224,31 @@ class _Tokens:
 
     counted_N: Tensor  # which they are
     d: Tensor  # float64, of these alone
+    top: tuple[Tensor, ...]  # of each with top tokens 1, and divergences
     count: int  # of all replicas
     replicas: Replicas
 
     @classmethod
-    def of(cls, prox_N: Tensor, share: Share) -> "_Tokens":
-        d_N = prox_N.float() - share.batch.sampler_logprobs_N.float()
-        counted_N = share.batch.mask_N & torch.isfinite(d_N)
+    def of(cls, prox_N: Tensor, share: Share, top_prox_E: Tensor | None) -> "_Tokens":
+        batch = share.batch
+        d_N = prox_N.float() - batch.sampler_logprobs_N.float()
+        counted_N = batch.mask_N & torch.isfinite(d_N)
         count = int(share.replicas.sum(counted_N.sum()))
-        return cls(counted_N, d_N[counted_N].double(), count, share.replicas)
+        of_top: Sequence[Tensor] = [torch.zeros_like(d_N)] * (1 + len(TOP_DIVERGENCES))
+        if top_prox_E is not None:
+            assert batch.top_counts_N is not None and batch.top_logprobs_E is not None
+            top = TopLogprobs.of(batch.top_counts_N, batch.top_logprobs_E, top_prox_E)
+            of_top = top.usable_N, *divergences_N(top)
+        chosen = tuple(one_N[counted_N].double() for one_N in of_top)
+        return cls(counted_N, d_N[counted_N].double(), chosen, count, share.replicas)
 
     def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> list[Slice]:
         """Slices of all replicas' tokens; a bucket without a token is left out."""
         bucket = bucket_N[self.counted_N]
         d = self.d
         inside = (bucket >= 0) & (bucket < len(names))
-        values = (torch.ones_like(d), -d, bounded_exp(d) - 1.0 - d, d.abs(), bounded_exp(d.abs()))
+        of_d = (torch.ones_like(d), -d, bounded_exp(d) - 1.0 - d, d.abs(), bounded_exp(d.abs()))
+        values = of_d + self.top
         sums = torch.stack(
             [
                 torch.bincount(bucket[inside], weights=one[inside], minlength=len(names))
@@ -231,12 +256,15 @@ class _Tokens:
             ]
         ).double()  # int64 where there is no token
         found = []
-        for label, (tokens, *totals) in zip(
-            names, self.replicas.sum(sums).t().tolist(), strict=True
-        ):
+        for label, totals in zip(names, self.replicas.sum(sums).t().tolist(), strict=True):
+            tokens, *of_tokens = totals[: len(of_d)]
+            top_tokens, *of_top = totals[len(of_d) :]
             if tokens:
-                means = (total / tokens for total in totals)
-                found.append(Slice(by, label, int(tokens), *means))
+                means = (total / tokens for total in of_tokens)
+                part = Slice(by, label, int(tokens), *means)
+                of_names = zip(TOP_DIVERGENCES, of_top, strict=True)
+                top_means = {name: total / max(1.0, top_tokens) for name, total in of_names}
+                found.append(replace(part, top_tokens=int(top_tokens), **top_means))
         return found
 
 
@@ -253,16 +281,14 @@ def pooled(parts: Iterable[Slice]) -> list[Slice]:
 
 def _pool(parts: Sequence[Slice]) -> Slice:
     tokens = sum(part.tokens for part in parts)
-    means = ("kl", "k3_kl", "abs_diff", "mult_prob_error")
-    return Slice(
-        by=parts[0].by,
-        label=parts[0].label,
-        tokens=tokens,
-        **{
-            name: sum(part.tokens * getattr(part, name) for part in parts) / tokens
-            for name in means
-        },
-    )
+    top_tokens = sum(part.top_tokens for part in parts)
+    pooled: dict[str, float] = {}
+    for name in ("kl", "k3_kl", "abs_diff", "mult_prob_error"):
+        pooled[name] = sum(part.tokens * getattr(part, name) for part in parts) / tokens
+    for name in TOP_DIVERGENCES:
+        total = sum(part.top_tokens * getattr(part, name) for part in parts)
+        pooled[name] = total / max(1, top_tokens)
+    return Slice(parts[0].by, parts[0].label, tokens, top_tokens=top_tokens, **pooled)
 
 
 def _place(by: str, label: str) -> tuple[float, str]:

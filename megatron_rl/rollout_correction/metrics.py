@@ -111,13 +111,17 @@ def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
     return {PREFIX + name: value_N.sum(dtype=torch.float64) for name, value_N in values.items()}
 
 
+def divergences_N(top: TopLogprobs) -> tuple[Tensor, ...]:
+    """TOP_DIVERGENCES at each token; 0 where the distributions are not known."""
+    return top.kl_N, top.reverse_kl_N, top.total_variation_N
+
+
 def divergences(top: TopLogprobs, counted_N: Tensor) -> dict[str, Tensor]:
     """Sums over counted tokens with known distributions, and their number."""
     measured_N = counted_N & top.usable_N
-    values = (top.kl_N, top.reverse_kl_N, top.total_variation_N)
     found = {
         name: value_N.masked_fill(~measured_N, 0.0).sum(dtype=torch.float64)
-        for name, value_N in zip(TOP_DIVERGENCES, values, strict=True)
+        for name, value_N in zip(TOP_DIVERGENCES, divergences_N(top), strict=True)
     }
     return found | {TOP_TOKENS: measured_N.sum()}
 

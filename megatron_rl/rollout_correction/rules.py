@@ -34,11 +34,7 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     if stat == Stat.staleness:
         return d_N  # `without_stale` hands ages over in place of differences
     if stat in TOP_STATS:
-        if ratio.top is None:
-            raise ValueError(
-                f"stat {stat} needs the top logprobs of sampler and learner, which a record does not "
-                "hold; leave the rule out"
-            )
+        assert ratio.top is not None
         return _top_stat(stat, ratio.top).to(d_N.dtype)
     return _coin_stat(stat, ratio)
 

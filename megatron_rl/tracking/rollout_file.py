@@ -61,6 +61,7 @@ SCHEMA = pa.schema(
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # outcome and messages, as JSON
         ("prox_logprobs", pa.list_(pa.float32())),
+        ("top_prox_logprobs", pa.list_(pa.float32())),  # of the top tokens, where they were read
         ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
         ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
         ("advantage", pa.float32()),
@@ -69,10 +70,11 @@ SCHEMA = pa.schema(
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 # where there is any
-_TOP = ("top_ids", "top_logprobs", "top_counts")  # not in recordings of version 0.2.0
+_TOP = ("top_ids", "top_logprobs", "top_counts")
 _OF_TOKENS = ("kept_ids", "kept_counts", *_TOP, "versions", "turns", "credit")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
-LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
+LISTS = (*_ANSWER, "prox_logprobs", "top_prox_logprobs", "weights", "kept")
+NEW = (*_TOP, "top_prox_logprobs")  # not in recordings of version 0.2.0
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
 AS_TEXT: JsonObject = {"ensure_ascii": False, "default": str}
 PIECE = 512  # rows that are written at once
@@ -82,6 +84,7 @@ class Columns(TypedDict, total=False):
     """Values that the step computed about its rollouts; a missing one is null in the file."""
 
     prox_logprobs_N: Tensor | None
+    top_prox_logprobs_E: Tensor | None
     weights_N: Tensor | None
     mask_N: Tensor | None
     advantages_B: Tensor | None
@@ -91,7 +94,9 @@ class Columns(TypedDict, total=False):
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
     lengths = np.array([len(one.rollout.token_ids) for one in scored], np.int64)
-    computed = _computed(lengths, columns)
+    top_ids = [one.rollout.top_ids for one in scored]
+    top_sizes = np.array([0 if ids is None else len(ids) for ids in top_ids], np.int64)
+    computed = _computed(lengths, top_sizes, columns)
     with (
         replacing(path) as partial,
         pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=WORDS) as file,
@@ -130,7 +135,7 @@ def _values(values: Any) -> np.ndarray | None:
     return None if values is None else np.asarray(values)
 
 
-def _computed(lengths: np.ndarray, columns: Columns) -> JsonObject:
+def _computed(lengths: np.ndarray, top_sizes: np.ndarray, columns: Columns) -> JsonObject:
     """Return the columns that the step computed, for all rows."""
     nothing = [None] * len(lengths)
     advantages_B = columns.get("advantages_B")
@@ -142,6 +147,7 @@ def _computed(lengths: np.ndarray, columns: Columns) -> JsonObject:
             for truth in columns.get("truths", nothing)
         ],
         "prox_logprobs": _responses(columns.get("prox_logprobs_N"), lengths),
+        "top_prox_logprobs": _responses(columns.get("top_prox_logprobs_E"), top_sizes),
         "weights": _responses(columns.get("weights_N"), lengths),
         "kept": _responses(columns.get("mask_N"), lengths),
         "advantage": nothing if advantages_B is None else advantages_B.tolist(),
@@ -165,6 +171,7 @@ class Recorded:
     scored: list[Scored]
     batch: Batch
     prox_logprobs_N: Tensor | None  # None where the step made none
+    top_prox_logprobs_E: Tensor | None  # None where it read none
     # applied; NaN where the correction dropped the token, None where none were recorded
     weights_N: Tensor | None
     version: int  # the learner's before the step
@@ -174,7 +181,7 @@ def load_recorded(path: Path) -> Recorded:
     from megatron_rl.batch import collate
 
     table = read_rollouts(path)
-    for name in set(_TOP) - set(table.column_names):
+    for name in set(NEW) - set(table.column_names):
         table = table.append_column(
             SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type)
         )
@@ -193,7 +200,10 @@ def load_recorded(path: Path) -> Recorded:
     kept_N = _joined(lists["kept"], "bool")
     if weights_N is not None and kept_N is not None:
         weights_N = weights_N.where(kept_N, math.nan)
-    return Recorded(scored, batch, _joined(lists["prox_logprobs"], "float32"), weights_N, version)
+    prox_N, top_prox_E = (
+        _joined(lists[name], "float32") for name in ("prox_logprobs", "top_prox_logprobs")
+    )
+    return Recorded(scored, batch, prox_N, top_prox_E, weights_N, version)
 
 
 def _joined(rows: Sequence[Any], kind: str) -> Tensor | None:

@@ -92,7 +92,7 @@ def batch_of(one: Example, size: int) -> Batch:
     return Batch(
         prompt_lengths_B=zeros_B + 1,
         response_lengths_B=zeros_B + one.length,
-        tokens_P=torch.zeros(one.rows * (one.length + 1), dtype=torch.int32),
+        tokens_P=torch.nn.functional.pad(one.labels_N.view(one.rows, -1), (1, 0)).flatten().int(),
         rewards_B=torch.zeros(one.rows),
         groups_B=zeros_B,
         versions_B=zeros_B,
@@ -140,6 +140,7 @@ def inputs_of(
         denominator_mask_N=found.denominator_mask_N,
         top_counts_N=batch.top_counts_N,
         top_logprobs_E=batch.top_logprobs_E,
+        top_sampled_E=batch.top_sampled_E,
         top_anchor_E=top_prox_E,
         top_weights_E=found.top_weights_E,
         tail_weights_N=found.tail_weights_N,

@@ -279,9 +279,13 @@ def test_metrics_are_means_over_centered_tokens() -> None:
     # the norm of the term's own gradient, where no logit is in the tail
     targets = inputs_of(one, config, WORDS)
     whole_NV, metrics = gradient(one, targets, LOSS["ppo"], config, WORDS)
-    centered_NV = whole_NV - gradient(one, without(targets), LOSS["ppo"], config, WORDS)[0]
-    norms_N = centered_NV[one.mask_N].norm(dim=1) * int(one.mask_N.sum())
-    assert float(metrics["center/drift_norm"]) == pytest.approx(float(norms_N.mean()), rel=1e-4)
+    plain_NV = gradient(one, without(targets), LOSS["ppo"], config, WORDS)[0]
+    drift_NV = plain_NV - whole_NV
+    norms_N = drift_NV[one.mask_N].norm(dim=1) * int(one.mask_N.sum())
+    reported = over_trained({name: float(value) for name, value in metrics.items()})
+    assert reported["center/drift_norm"] == pytest.approx(float(norms_N.mean()), rel=1e-4)
+    cosine = torch.cosine_similarity(drift_NV.flatten(), plain_NV.flatten(), dim=0)
+    assert reported["center/drift_cosine"] == pytest.approx(float(cosine), rel=1e-4)
 
 
 @pytest.mark.parametrize("prox_pass", [True, False])

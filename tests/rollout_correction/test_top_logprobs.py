@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from matrices import batch_of
 from torch import Tensor
 
+from megatron_rl.batch import Batch, Share
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.rules import top_logprobs
 from megatron_rl.config.schema import (
@@ -27,8 +28,10 @@ from megatron_rl.config.schema import (
     RolloutSection,
 )
 from megatron_rl.loss.prox_pass import prox_readers
+from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, pooled
 from megatron_rl.rollout_correction.correction import Correction, rollout_correction
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
+from megatron_rl.tracking.metrics import unknown
 
 B = 3
 T = 4
@@ -94,7 +97,8 @@ def test_with_the_whole_vocabulary_they_are_exact() -> None:
         assert float(found[name].sum() / exact_N.sum()) > 0.9, name
 
 
-def corrected(rule: RejectRule | None, **changes: Any) -> tuple[Correction, dict[str, Tensor]]:
+def recorded(**changes: Any) -> tuple[Batch, Tensor, TopLogprobs]:
+    """A batch, the learner's logprobs of its tokens, and its top tokens."""
     sampler_NV, learner_NV = policies(3, 12, 0.4, 1.5)
     top = top_of(sampler_NV, learner_NV, 5)
     counts_N = torch.full((B * T,), 5, dtype=torch.int16)
@@ -105,10 +109,13 @@ def corrected(rule: RejectRule | None, **changes: Any) -> tuple[Correction, dict
     }
     mask_BT = torch.ones(B, T, dtype=torch.bool)
     batch = batch_of(mask_BT, sampler_NV[:, 0].float().view(B, T), **columns | changes)
+    return batch, learner_NV[:, 0].float(), top
+
+
+def corrected(rule: RejectRule | None, **changes: Any) -> tuple[Correction, dict[str, Tensor]]:
+    batch, learner_N, top = recorded(**changes)
     config = CorrectionConfig(reject=[] if rule is None else [rule])
-    found = rollout_correction(
-        batch, learner_NV[:, 0].float(), config, top_prox_E=top.learner_E.float()
-    )
+    found = rollout_correction(batch, learner_N, config, top_prox_E=top.learner_E.float())
     return found, measured(top)
 
 
@@ -133,6 +140,32 @@ def test_metrics() -> None:
     broken_E[0] = math.nan  # the first token's set is not used
     found, _ = corrected(None, top_logprobs_E=broken_E)
     assert math.isfinite(found.metrics["rollout_corr/top_kl"])
+
+
+def test_breakdowns() -> None:
+    batch, learner_N, top = recorded(versions_B=torch.tensor([2] + [3] * (B - 1)))
+    top_E = top.learner_E.float()
+    slices = breakdowns(learner_N, batch, top_prox_E=top_E)
+    halves = [
+        breakdowns(
+            learner_N.view(B, T)[rows].flatten(),
+            batch.rows(rows),
+            policy_version=3,
+            top_prox_E=top_E.view(B, -1)[rows].flatten(),
+        )
+        for rows in torch.arange(B).split(2)
+    ]
+    for name, value_N in measured(top).items():
+        for parts in (slices, pooled(part for half in halves for part in half)):
+            ages = {one.label: one for one in parts if one.by == "staleness"}
+            assert {age: one.top_tokens for age, one in ages.items()} == {"0": T * B - T, "1": T}
+            assert getattr(ages["1"], name) == pytest.approx(float(value_N[:T].mean()), 1e-4)
+            assert getattr(ages["0"], name) == pytest.approx(float(value_N[T:].mean()), 1e-4)
+    of_ages = mismatch_by_age(learner_N, Share.alone(batch), 3, top_E)
+    kl_N = measured(top)["top_kl"]
+    assert of_ages["rollout_corr/stale/top_kl"] == pytest.approx(float(kl_N[:T].mean()), 1e-4)
+    assert not unknown(of_ages)
+    assert all(one.top_tokens == 0 for one in breakdowns(learner_N, batch))
 
 
 def test_what_a_rule_on_them_needs() -> None:

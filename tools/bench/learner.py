@@ -6,7 +6,7 @@ packs; and padded.
 One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and
 optimizer in megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics.
 *columns*: the update with no more than 1,024 columns of logits at a time (learner/modules/head.py).
-*top*: the update with logprobs of `--top` tokens beside each label, and gradients through them.
+*top*: the update with score centering, of `--top` top tokens at each token.
 *padded*: every answer filled up to the longest. Answers are log-normal around a fifth of the
 longest and cut there, prompts have 200 tokens; `--scale` times shorter.
 """
@@ -25,8 +25,7 @@ import torch
 from step import SHAPES, StepWorkload
 from torch import Tensor
 
-# patches CPU operators before megatron is imported
-from megatron_rl.learner import learner as learner_module
+from megatron_rl.learner.learner import Learner  # before megatron: patches CPU operators
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
@@ -34,7 +33,6 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort:
 from megatron_rl.batch import Batch, UpdateInputs
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
-from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.layout import Layout
@@ -159,7 +157,7 @@ def bare(learner: Learner, packs: list[Pack]) -> None:
 def with_top(
     batch: Batch, targets: UpdateInputs, top: int, vocab: int
 ) -> tuple[Batch, UpdateInputs]:
-    """The same with `top` random top tokens at each token."""
+    """The same with score centering, of `top` random top tokens at each token."""
     tokens = len(batch.mask_N)
     random = torch.Generator().manual_seed(2)
     columns: dict[str, Any] = {
@@ -167,20 +165,14 @@ def with_top(
         "top_logprobs_E": torch.full((tokens * top,), -8.0).half(),
     }
     ids_E = torch.randint(vocab, (tokens * top,), generator=random, dtype=torch.int32)
-    return replace(batch, **columns, top_ids_E=ids_E), replace(targets, **columns)
-
-
-def through_top(update: Callable[[], object]) -> None:
-    """Run an update whose loss has a term for each top token."""
-    without = learner_module.policy_loss
-
-    def loss(*given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        value, metrics = without(*given)
-        top_logprobs_E = given[-1]
-        return value - 1e-6 * top_logprobs_E.sum(), metrics
-
-    with mock.patch.object(learner_module, "policy_loss", loss):
-        update()
+    batch = replace(batch, **columns, top_ids_E=ids_E)
+    centering: dict[str, Any] = {
+        "top_sampled_E": batch.top_sampled_E,
+        "top_anchor_E": columns["top_logprobs_E"].float(),
+        "top_weights_E": torch.ones(tokens * top),
+        "tail_weights_N": torch.ones(tokens),
+    }
+    return batch, replace(targets, **columns, **centering)
 
 
 def few_columns(update: Callable[[], object]) -> None:
@@ -223,7 +215,7 @@ def main() -> None:
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: bare(learner, packs),
         "update": lambda: learner.update(*share),
-        "top": lambda: through_top(lambda: learner.update(*top)),
+        "top": lambda: learner.update(*top),
         "columns": lambda: few_columns(lambda: learner.update(*share)),
         "padded": lambda: learner.update(*padded),
     }

@@ -12,6 +12,7 @@ from megatron_rl.batch import Share
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.correction import correct, without_stale
+from megatron_rl.rollout_correction.metrics import TOP_DIVERGENCES
 from megatron_rl.tracking.console import table
 from megatron_rl.tracking.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.tracking.run_dir import RunDir
@@ -57,7 +58,7 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     tokens = sum(int(one.batch.mask_N.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
-    text = describe(found) + session_table(recorded) + unread
+    text = describe(found) + _divergences(found["(as run)"]) + session_table(recorded) + unread
     return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{text}"
 
 
@@ -74,13 +75,18 @@ def replay(
         hint = None
         if config.anchor != Anchor.prox:
             hint = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
-        elif config.reads_top_logprobs:
-            hint = "the learner's logprobs of top tokens are not recorded; leave it out"
+        elif config.reads_top_logprobs and any(one.top_prox_logprobs_E is None for one in recorded):
+            hint = (
+                "the learner's logprobs of top tokens were not recorded; a run has them with "
+                "rollout.top_logprobs, several updates a batch, and a correction that reads them"
+            )
         if hint:
             raise ConfigError(f"correction {name}: {hint}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {
-            key: math.fsum(one[key] for one in found) / len(found) for key in found[0]
+            key: math.fsum(one[key] for one in found) / len(found)
+            for key in found[0]
+            if all(key in one for one in found)  # a resumed run may have recorded more
         }
         replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)
     return replayed
@@ -90,8 +96,20 @@ def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageC
     assert recorded.prox_logprobs_N is not None
     batch, stale = without_stale(recorded.batch, config, recorded.version)
     share = Share.alone(batch)
-    correction, _, _ = correct(share, recorded.prox_logprobs_N, config, advantage)
+    correction, _, _ = correct(
+        share, recorded.prox_logprobs_N, config, advantage, recorded.top_prox_logprobs_E
+    )
     return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
+
+
+def _divergences(metrics: Metrics) -> str:
+    if TOP_DIVERGENCES[0] not in metrics:
+        return ""
+    kl, reverse_kl, tv = (metrics[name] for name in TOP_DIVERGENCES)
+    return (
+        f"\nover top tokens: KL(sampler, learner) {kl:.2e}, KL(learner, sampler) {reverse_kl:.2e}, "
+        f"total variation {tv:.2e}"
+    )
 
 
 def describe(replayed: Mapping[str, Metrics]) -> str:

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from megatron_rl.apps.reports.charts import PALETTE, add_line, colour, layout
 from megatron_rl.apps.reports.run_data import ROWS, RunData
-from megatron_rl.rollout_correction.breakdown import pooled
+from megatron_rl.rollout_correction.breakdown import Slice, pooled
 
 TIME_PHASES = {
     "rollout": "#2563eb",
@@ -118,14 +118,21 @@ def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | N
         figure.add_bar(
             x=[label.removesuffix(" %") for label in held],
             y=[found[label].abs_diff for label in held],
-            customdata=[found[label].tokens for label in held],
-            hovertemplate="%{y:.4f} (%{customdata:,} tokens)",
+            customdata=[_hover(found[label]) for label in held],
+            hovertemplate="%{y:.4f} (%{customdata})",
             marker_color=colour(number),
             name=run.name,
         )
     layout(figure, x_title=x_title, y_title="mean |difference|, nats").update_layout(bargap=0.35)
     order = [label.removesuffix(" %") for label in labels]
     return figure.update_xaxes(type="category", categoryorder="array", categoryarray=order)
+
+
+def _hover(part: Slice) -> str:
+    tokens = f"{part.tokens:,} tokens"
+    if not part.top_tokens:
+        return tokens
+    return f"{tokens}; KL over top tokens {part.top_kl:.1e}, TV {part.top_tv:.1e}"
 
 
 def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.Figure | None:

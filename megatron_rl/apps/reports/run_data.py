@@ -36,6 +36,7 @@ ROWS = {
 }
 SHOWN = 6  # steps of a chart
 BREAKDOWN = ("recorded tokens by", "", "tokens", "mean d", "k3", "mean |d|", "mult_prob_error")
+TOP_BREAKDOWN = ("KL (top tokens)", "TV (top tokens)")
 
 
 class NotARun(ConfigError):
@@ -202,6 +203,7 @@ def recorded_breakdowns(recorded: Recorded, policy_version: int | None = None) -
         finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
         policy_version=policy_version,
         formats=[one.rollout.format for one in recorded.scored],
+        top_prox_E=recorded.top_prox_logprobs_E,
     )
 
 
@@ -215,6 +217,7 @@ def session_table(recorded: Iterable[Recorded]) -> str:
     )
     if not parts:
         return ""
+    top = any(part.top_tokens for part in parts)
     rows = [
         [
             part.by,
@@ -224,10 +227,12 @@ def session_table(recorded: Iterable[Recorded]) -> str:
             f"{part.k3_kl:.2e}",
             f"{part.abs_diff:.2e}",
             f"{part.mult_prob_error:.4f}",
+            *([f"{part.top_kl:.2e}", f"{part.top_tv:.2e}"] if top else []),
         ]
         for part in parts
     ]
-    return "\n".join(["\n", *table(BREAKDOWN, rows)])
+    head = BREAKDOWN + (TOP_BREAKDOWN if top else ())
+    return "\n".join(["\n", *table(head, rows)])
 
 
 def _tokens_of(recorded: Recorded) -> Iterator[Tokens]:

@@ -103,7 +103,11 @@ def _learning(runs: Sequence[RunData]) -> list[Panel]:
 
 
 def _agreement(runs: Sequence[RunData]) -> list[Panel]:
-    kl = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
+    kl = {
+        "rollout_corr/kl": "k1",
+        "rollout_corr/k3_kl": "k3",
+        "rollout_corr/top_kl": "over top tokens",
+    }
     size = {"rollout_corr/rollout_is_eff_sample_size": "ESS"}
     probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
     stale = "rollout_corr/stale/logp_abs_diff_mean"

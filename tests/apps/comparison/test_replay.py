@@ -1,5 +1,8 @@
 """Replay: metrics of other corrections on recorded batches equal those of the loop."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from run_factory import make_config, make_run, make_scored, make_yaml, quiet
@@ -81,11 +84,42 @@ def test_the_command_line_replays_presets_of_the_runs_own_configuration(run, cap
     assert lines[2].split()[3:5] != lines[4].split()[2:4]  # the override reached the preset
 
 
+def test_corrections_that_read_top_logprobs(tmp_path, capsys):
+    scored, prox_N = make_scored(8, noise=0.5)
+    random = np.random.default_rng(0)
+
+    def with_top(one):
+        n = len(one.rollout.token_ids)
+        logprobs = np.log(random.uniform(0.1, 0.45, 2 * n)).astype(np.float16)
+        top = {"top_counts": [2] * n, "top_ids": range(2 * n), "top_logprobs": logprobs}
+        return replace(one, rollout=replace(one.rollout, **top))
+
+    scored = [with_top(one) for one in scored]
+    batch = collate(scored)
+    top_prox_E = batch.top_logprobs_E.float() + torch.linspace(-0.4, 0.4, len(batch.top_ids_E))
+    config = make_config()
+    folder = tmp_path / "run"
+    recorder = Recorder(config.log, make_yaml(config, "run"), folder, 1, quiet(1))
+    recorder.rollouts(1, scored, prox_logprobs_N=prox_N, top_prox_logprobs_E=top_prox_E)
+    recorded = load_recorded(recorded_steps(RunDir(folder).rollouts)[0][1])
+    assert torch.equal(recorded.top_prox_logprobs_E, top_prox_E)
+    rule = RejectRule(Level.token, Stat.top_kl, high=0.02)
+    correction = CorrectionConfig(center="top_logprobs", reject=[rule])
+    direct = rollout_correction(batch, prox_N, correction, top_prox_E=top_prox_E).metrics
+    found = replay([recorded], {"center": correction}, AdvantageConfig())["center"]
+    for name in ("top_kl", "top_reverse_kl", "top_tv", "rollout_rs_masked_fraction"):
+        assert found[name] == pytest.approx(direct[f"rollout_corr/{name}"]), name
+        assert found[name] > 0
+    assert main([str(folder)]) == 0
+    assert f"KL(sampler, learner) {found['top_kl']:.2e}" in capsys.readouterr().out
+
+
 def test_what_cannot_be_replayed_is_said(run, tmp_path, capsys):
     with pytest.raises(Exception, match="anchor sampler"):
         replay([], {"bypass": CorrectionConfig(anchor=Anchor.sampler)}, AdvantageConfig())
-    with pytest.raises(Exception, match="top tokens are not recorded"):
-        replay([], {"center": CorrectionConfig(center="top_logprobs")}, AdvantageConfig())
+    recorded = load_recorded(recorded_steps(RunDir(run).rollouts)[0][1])
+    with pytest.raises(Exception, match="top tokens were not recorded"):
+        replay([recorded], {"center": CorrectionConfig(center="top_logprobs")}, AdvantageConfig())
     config = make_config()
     recorder = Recorder(
         config.log,
