@@ -156,6 +156,7 @@ def test_top_logprobs_are_measured_where_they_are_requested(results: dict[str, d
         for line in results[name]["lines"][1:]:
             assert line["center/token_fraction"] > 0.9
             assert 0 < line["center/drift_norm"] < 100
+            assert -1 <= line["center/drift_cosine"] <= 1
 
 
 def test_every_step_was_sampled_by_the_policy_before_it(results: dict[str, dict]) -> None:

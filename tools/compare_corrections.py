@@ -59,7 +59,7 @@ with leaving_at_once():
     from megatron_rl.processes.process import run_script
     from megatron_rl.rewards.functions import RECIPE_FOLDER
     from megatron_rl.tracking.console import duration
-    from megatron_rl.tracking.run_dir import RunDir, check_run_dir
+    from megatron_rl.tracking.run_dir import SUMMARY, RunDir, check_run_dir
     from megatron_rl.tracking.status import known_status
 
 INTERRUPTED = 130
@@ -68,6 +68,7 @@ FIGURES = Path("docs/figures")
 RESULTS = Path("recipes/results")
 FIRST = Path("recipes/first_comparison.yaml")  # the default grid
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
+EVALUATE = (sys.executable, "-m", "megatron_rl.cli", "eval")
 
 
 def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
@@ -115,6 +116,8 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     if options.starts:
         return 0
     outcomes = dict.fromkeys(done, FINISHED) | run_all(left, runs, len(done), runner, grid.axes)
+    if grid.bf16_samples and not runner.interrupted:
+        evaluate_in_bf16(outcomes, grid, options, runner)
     summarize(grid, {each: outcomes[each] for each in experiments}, options)
     if runner.interrupted:
         return INTERRUPTED
@@ -146,6 +149,24 @@ def run_all(
         jobs, lambda job: print(f"{places[job.name]} {runner.progress(job)}", flush=True), ended
     )
     return {each: outcomes[each.name] for each in left}
+
+
+def evaluate_in_bf16(
+    outcomes: Mapping[Experiment, str], grid: Grid, options: argparse.Namespace, runner: Runner
+) -> None:
+    """The last policies of finished runs on the held-out prompts, where that is not done yet."""
+    jobs = []
+    for each, outcome in outcomes.items():
+        run = RunDir(options.root / each.name)
+        if outcome == FINISHED and not (run.bf16_evaluation / SUMMARY).is_file():
+            samples = f"eval.samples={grid.bf16_samples}"
+            words = [str(run.path), samples, "--format", "bf16", "-o", str(run.bf16_evaluation)]
+            jobs.append(Job(f"{each.name}_bf16", words))
+    runner.command = EVALUATE
+    ended = runner.run(jobs, lambda job: print(f"[bf16] {runner.progress(job)}", flush=True))
+    for name, outcome in ended.items():
+        if outcome != FINISHED:
+            print(f"{name}: {outcome}", flush=True)
 
 
 def arguments_of(

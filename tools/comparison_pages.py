@@ -22,7 +22,15 @@ from megatron_rl.files import write_atomic
 from megatron_rl.tracking.metrics_file import NUMBERS
 
 BLOCKS = ("table", "findings", "figure")
-SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
+SHOWN = (
+    "accuracy_area",
+    "accuracy",
+    "accuracy_bf16",
+    "abs_difference",
+    "k3_kl",
+    "sample_size",
+    "step_s",
+)
 
 
 def write_docs(

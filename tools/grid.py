@@ -20,7 +20,17 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import SET_NAME
 from megatron_rl.config.plain_yaml import read_yaml
 
-KEYS = ("base", "task", "outliers", "seeds", "axes", "leave_out", "sizes", "reference")
+KEYS = (
+    "base",
+    "task",
+    "outliers",
+    "seeds",
+    "axes",
+    "leave_out",
+    "sizes",
+    "reference",
+    "bf16_samples",
+)
 SIZES = ("subset", "default", "full")
 OWN_KEYS = ("run.name", "run.root", "run.seed")  # of a run, which the grid sets
 
@@ -57,6 +67,8 @@ class Grid:
     reference: tuple[str, ...] | None = None
     task: str | None = None  # of quickstart.TASKS: its data, and its warm start once for each seed
     outliers: Outliers | None = None
+    # responses to each held-out prompt by a run's last policy in a BF16 engine; 0: no such evaluation
+    bf16_samples: int = 0
 
     def experiments(self, size: str = "default") -> list[Experiment]:
         """Seeds outermost: after every round, each cell has been seen equally often."""
@@ -141,6 +153,7 @@ def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Gri
         tuple(reference[axis] for axis in content["axes"]) if reference else None,
         content.get("task"),
         Outliers(**outliers) if outliers else None,
+        content.get("bf16_samples", 0),
     )
     if empty := next((size for size in SIZES if not grid.experiments(size)), None):
         raise ConfigError(
@@ -179,6 +192,9 @@ def _problems(content: Any, path: Path) -> Iterator[str]:
         yield f"seeds: {seeds!r}, expected a list of whole numbers, such as [1, 2, 3]"
     elif len({*seeds}) < len(seeds):
         yield f"seeds: {seeds!r} names one twice"
+    samples = content.get("bf16_samples", 0)
+    if type(samples) is not int or samples < 0:
+        yield f"bf16_samples: {samples!r}, expected responses to each prompt, such as 4"
     if content.get("task") not in (None, *TASKS):
         yield f"task: {content['task']!r}: no task; they are {', '.join(TASKS)}"
     if content.get("outliers") and not content.get("task"):

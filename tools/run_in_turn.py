@@ -47,8 +47,8 @@ class Runner:
     and says what it has to say into a file of `logs`.
     """
 
-    def __init__(self, train: Sequence[str], logs: Path, at_once: int = 1) -> None:
-        self._train = list(train)
+    def __init__(self, command: Sequence[str], logs: Path, at_once: int = 1) -> None:
+        self.command = command
         self._logs = logs
         self.at_once = at_once
         self._free = shares(sorted(os.sched_getaffinity(0)), at_once)
@@ -109,7 +109,7 @@ class Runner:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 output = files.enter_context(log.open("ab"))
             process = subprocess.Popen(
-                [*self._train, *job.arguments],
+                [*self.command, *job.arguments],
                 env=os.environ | job.environment,
                 stdout=output,
                 stderr=output and subprocess.STDOUT,

@@ -172,6 +172,9 @@ NUMBERS: dict[str, Number] = {
     "accuracy": Number(
         "at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last
     ),
+    "accuracy_bf16": Number(
+        "in BF16", ".3f", "its held-out accuracy in a BF16 engine", "", lambda run, name: None
+    ),
     "k3_kl": Number(
         "mismatch",
         ".1e",

@@ -27,6 +27,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.status import ENDED, environment, known_status, mark_status, read_status
 
 LONGEST_BEFORE = 150  # characters of the previous attempt's end reason
+SUMMARY = "summary.json"  # of an evaluation
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 
 
@@ -58,6 +59,7 @@ class RunDir:
     status = _Inside("status.json")
     metrics = _Inside("metrics.jsonl")  # one line per step
     rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
+    bf16_evaluation = _Inside("bf16_evaluation")  # files of `megatron-rl eval`, of the last policy
     timeline = _Inside("timeline.jsonl")  # busy spans of sampler, rewards and learner
     # which prompts each step has drawn, and which of them it has trained on
     ledger = _Inside("ledger.jsonl")

@@ -206,6 +206,34 @@ def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
     assert (place / "grid.json").is_file()
 
 
+EVALUATOR = """
+import json, sys
+from pathlib import Path
+model, samples, *rest = sys.argv[1:]
+assert samples == "eval.samples=3" and rest[:3] == ["--format", "bf16", "-o"]
+Path(rest[3]).mkdir()
+accuracy = 0.125 if "coarse" in model else 0.625
+(Path(rest[3]) / "summary.json").write_text(json.dumps({"metrics": {"eval/accuracy": accuracy}}))
+print("evaluated", model)
+"""
+
+
+def test_finished_runs_are_evaluated_in_bf16_once(run_grid, place, grid_file, monkeypatch):
+    (place / "evaluator.py").write_text(EVALUATOR)
+    monkeypatch.setattr(compare_corrections, "EVALUATE", [sys.executable, "evaluator.py"])
+    monkeypatch.setattr(compare_corrections, "RESULTS", place)
+    grid_file.write_text(GRID + "bf16_samples: 3\n")
+    page = place / "page.md"
+    page.write_text("<!-- grid: table -->\n<!-- /grid -->\n")
+    words = ("--seeds", "1", "--write-docs", "page.md")
+    said = run_grid(*words, status=1)
+    assert said.count("evaluated runs/grid_") == 2  # not of the run that failed
+    assert run_grid(*words, status=1).count("evaluated runs/grid_") == 0
+    rows = [line for line in page.read_text().splitlines() if line.startswith(("| fine", "| coa"))]
+    assert ["0.625" in row for row in rows] == [True, False, False]
+    assert ["0.125" in row for row in rows] == [False, True, False]
+
+
 def started(place, *corrections, at_once=1):
     """Return the tool's process and its first runs' folders, once each holds a line."""
     code = "import sys, compare_corrections as it; sys.exit(it.main(sys.argv[1:], [sys.executable, 'trainer.py']))"

@@ -77,6 +77,7 @@ def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
         ({"base": "nowhere.yaml"}, "base: 'nowhere.yaml'"),
         ({"seeds": [1, 1]}, "seeds: [1, 1]"),
         ({"task": "chess"}, "task: 'chess'"),
+        ({"bf16_samples": "4"}, "bf16_samples: '4'"),
         ({"outliers": {"factor": 4, "channels": 1}}, "outliers: "),
         ({"reference": {"sampler": "fine"}}, "reference: {'sampler': 'fine'}"),
         ({"leave_out": [{"samplers": "fine"}]}, "leave_out: 'samplers'"),

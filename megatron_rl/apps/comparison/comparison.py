@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.apps.reports.run_data import RunData
+from megatron_rl.files import read_json
 from megatron_rl.tracking.metrics_file import (
     ACCURACY,
     AREA,
@@ -25,6 +26,8 @@ from megatron_rl.tracking.metrics_file import (
     Series,
     numbers,
 )
+from megatron_rl.tracking.run_dir import SUMMARY, RunDir
+from megatron_rl.types import Metrics
 
 CURVES = (ACCURACY, MISMATCH, SAMPLE_SIZE)
 DIGITS = 5
@@ -55,8 +58,21 @@ class Result:
         high = run.series("rollout_corr/rho_max").finite
         ratios = (min(low), max(high)) if low and high else None
         return cls(
-            run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves, ratios
+            run.name,
+            seed,
+            str(run.status.get("state", "unknown")),
+            numbers(run) | _in_bf16(RunDir(run.path)),
+            curves,
+            ratios,
         )
+
+
+def _in_bf16(run: RunDir) -> Metrics:
+    """What an evaluation of the last policy in a BF16 engine has found, if there was one."""
+    path = run.bf16_evaluation / SUMMARY
+    if not path.is_file():
+        return {}
+    return {"accuracy_bf16": read_json(path)["metrics"]["eval/accuracy"]}
 
 
 @dataclass(frozen=True)

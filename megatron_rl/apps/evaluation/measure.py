@@ -25,12 +25,12 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
 from megatron_rl.sampler.generation import GenerationSource
 from megatron_rl.tracking.console import table
+from megatron_rl.tracking.run_dir import SUMMARY
 from megatron_rl.types import Verdict
 
 AT_ONCE = (
     8  # between two progress lines: so many times the responses that the engine decodes at once
 )
-SUMMARY = "summary.json"
 
 
 def with_sets(config: Config, words: Sequence[str]) -> Config:
