@@ -3,8 +3,12 @@ at its prefix (arXiv 2609.20807). At a prefix, the expected gradient of a loss u
 E[A] E[c grad log pi] and the covariance of the two; the first part, the drift, pulls the policy
 towards its sampler whatever was rewarded.
 
-q: the sampler's probabilities, p: the proximal policy's; c: what a loss multiplies A grad log pi by,
-the weight included. The tail, whose tokens are unknown, is taken to be proportional to pi.
+q: the sampler's probabilities, p: the proximal policy's; c: what the correction and the ratio pi / p
+multiply A grad log pi by. The tail, whose tokens are unknown, is taken to be proportional to pi.
+
+A loss's own clip is not in c: it keeps pi near p, as the gradient that a clipped token does not give
+leaves the others to pull it back. To subtract its expectation would undo it. With `anchor: sampler`
+the clip is the correction, and c has it.
 
 Shape legend: N response tokens, E top tokens at all tokens, V top tokens, then tails: E + N.
 """
@@ -18,6 +22,7 @@ from megatron_rl.batch import UpdateInputs
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms
+from megatron_rl.rollout_correction.ratio import bounded_exp
 from megatron_rl.rollout_correction.top_logprobs import TopLogprobs
 from megatron_rl.segments import Segments
 from megatron_rl.types import Metrics
@@ -42,13 +47,14 @@ def centering_term(
     advantages_N: Tensor,
     scale_N: Tensor,
     config: LossConfig,
+    against_sampler: bool,
     tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The centering term of some rows, and metrics: sums over tokens, over the `tokens` counted ones
     of the batch.
 
     `top_logprobs_E`: log pi, carries the gradient; `top`: with the anchor of the loss in the
-    learner's place. The term's value means nothing.
+    learner's place, the sampler with `against_sampler`. The term's value means nothing.
     """
     assert targets.top_weights_E is not None and targets.tail_weights_N is not None
     usable_E = top.tokens.at_tokens(top.usable_N)
@@ -56,7 +62,10 @@ def centering_term(
     now_V = top.with_tails(now_E.detach())
     weights_V = torch.cat((targets.top_weights_E, targets.tail_weights_N))
     slopes_V = loss_slopes(now_V, top, weights_V, advantages_N, config)
-    coefficients_E = _coefficients(now_V, slopes_V, top)
+    centered_V = slopes_V
+    if not against_sampler:
+        centered_V = without_clips(now_V, top, weights_V, advantages_N, config)
+    coefficients_E = _coefficients(now_V, centered_V, top)
     term = (coefficients_E * top.tokens.at_tokens(scale_N) * now_E).sum()
     drift_V = _drift(now_V, coefficients_E, top)
 
@@ -90,9 +99,7 @@ def loss_slopes(
     advantages_N: Tensor,
     config: LossConfig,
 ) -> Tensor:
-    """[V]: -A c of each top token and tail, the loss's derivative by its log pi, had it been
-    sampled.
-    """
+    """[V]: the loss's derivative by log pi of each top token and tail, had it been sampled."""
     with torch.enable_grad():
         leaf_V = now_V.clone().requires_grad_()
         terms = Terms(
@@ -106,6 +113,20 @@ def loss_slopes(
         )
         per_token_V, _ = LOSSES[config.name].formula(terms, config)
         return torch.autograd.grad(per_token_V.sum(), leaf_V)[0]
+
+
+def without_clips(
+    now_V: Tensor,
+    top: TopLogprobs,
+    weights_V: Tensor,
+    advantages_N: Tensor,
+    config: LossConfig,
+) -> Tensor:
+    """[V]: that derivative, of a loss that is not clipped: -A w, times the ratio if it has one."""
+    slopes_V = -top.at_all(advantages_N).to(now_V.dtype) * weights_V.to(now_V.dtype)
+    if LOSSES[config.name].ratio:
+        slopes_V = slopes_V * bounded_exp(now_V - top.learner_V)
+    return slopes_V
 
 
 def _coefficients(now_V: Tensor, slopes_V: Tensor, top: TopLogprobs) -> Tensor:

@@ -181,18 +181,27 @@ def definition(one: Example, loss: LossConfig, correction: CorrectionConfig) -> 
         places = [row * one.length + place for place in range(one.length)]
         places = [place for place in places if one.mask_N[place]]
         for index, place in enumerate(places):
+            label = int(one.labels_N[place])
+            own = _slope(one, row, places, index, label, loss, correction)
+            total = total + own * policy_NV[place, label]
+            centered = loss if correction.anchor == "sampler" else _without_clips(loss)
             words = [
-                _slope(one, row, places, index, word, loss, correction)
+                _slope(one, row, places, index, word, centered, correction)
                 for word in range(one.sampler_NV.shape[1])
             ]
-            label = int(one.labels_N[place])
-            total = total + words[label] * policy_NV[place, label]
             slopes_V = torch.tensor(words, dtype=torch.float64)
             if not _row_kept(one, row, places, correction):
                 continue
             expected_V = one.sampler_NV[place].exp() * slopes_V
             total = total - (expected_V * policy_NV[place]).sum()
     return torch.autograd.grad(total / int(one.mask_N.sum()), logits_NV)[0]
+
+
+def _without_clips(loss: LossConfig) -> LossConfig:
+    """A loss of the same ratio that is not clipped."""
+    if loss.name == "reinforce":
+        return loss
+    return LossConfig(name="ppo", clip_low=1.0, clip_high=math.inf)
 
 
 def _slope(
