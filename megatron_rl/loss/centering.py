@@ -3,12 +3,11 @@ at its prefix (arXiv 2609.20807). At a prefix, the expected gradient of a loss u
 E[A] E[c grad log pi] and the covariance of the two; the first part, the drift, pulls the policy
 towards its sampler whatever was rewarded.
 
-q: the sampler's probabilities, p: the proximal policy's; c: what the correction and the ratio pi / p
-multiply A grad log pi by. The tail, whose tokens are unknown, is taken to be proportional to pi.
+q: the sampler's probabilities, p: the proximal policy's; c: what a loss multiplies A grad log pi by,
+the weight included. The tail, whose tokens are unknown, is taken to be proportional to pi.
 
-A loss's own clip is not in c: it keeps pi near p, as the gradient that a clipped token does not give
-leaves the others to pull it back. To subtract its expectation would undo it. With `anchor: sampler`
-the clip is the correction, and c has it.
+A clip by the sign of the advantage is not in c. It keeps pi near its anchor: a clipped token gives no
+gradient, and those of the others pull it back. To subtract the expectation of that undoes the clip.
 
 Shape legend: N response tokens, E top tokens at all tokens, V top tokens, then tails: E + N.
 """
@@ -37,7 +36,7 @@ OF_CENTERED = (
     "center/drift_norm",
 )
 # sums of products of gradients by the logits, of the drift and of the loss without centering
-PRODUCTS = ("center/drift_own", "center/drift_drift", "center/own_own")
+PRODUCTS = ("drift_own", "drift_drift", "own_own")
 
 
 def centering_term(
@@ -47,14 +46,13 @@ def centering_term(
     advantages_N: Tensor,
     scale_N: Tensor,
     config: LossConfig,
-    against_sampler: bool,
     tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The centering term of some rows, and metrics: sums over tokens, over the `tokens` counted ones
     of the batch.
 
     `top_logprobs_E`: log pi, carries the gradient; `top`: with the anchor of the loss in the
-    learner's place, the sampler with `against_sampler`. The term's value means nothing.
+    learner's place. The term's value means nothing.
     """
     assert targets.top_weights_E is not None and targets.tail_weights_N is not None
     usable_E = top.tokens.at_tokens(top.usable_N)
@@ -63,8 +61,8 @@ def centering_term(
     weights_V = torch.cat((targets.top_weights_E, targets.tail_weights_N))
     slopes_V = loss_slopes(now_V, top, weights_V, advantages_N, config)
     centered_V = slopes_V
-    if not against_sampler:
-        centered_V = without_clips(now_V, top, weights_V, advantages_N, config)
+    if LOSSES[config.name].by_sign:
+        centered_V = unclipped_slopes(now_V, top, weights_V, advantages_N)
     coefficients_E = _coefficients(now_V, centered_V, top)
     term = (coefficients_E * top.tokens.at_tokens(scale_N) * now_E).sum()
     drift_V = _drift(now_V, coefficients_E, top)
@@ -115,18 +113,12 @@ def loss_slopes(
         return torch.autograd.grad(per_token_V.sum(), leaf_V)[0]
 
 
-def without_clips(
-    now_V: Tensor,
-    top: TopLogprobs,
-    weights_V: Tensor,
-    advantages_N: Tensor,
-    config: LossConfig,
+def unclipped_slopes(
+    now_V: Tensor, top: TopLogprobs, weights_V: Tensor, advantages_N: Tensor
 ) -> Tensor:
-    """[V]: that derivative, of a loss that is not clipped: -A w, times the ratio if it has one."""
-    slopes_V = -top.at_all(advantages_N).to(now_V.dtype) * weights_V.to(now_V.dtype)
-    if LOSSES[config.name].ratio:
-        slopes_V = slopes_V * bounded_exp(now_V - top.learner_V)
-    return slopes_V
+    """[V]: that derivative, of -A w pi / anchor."""
+    ratio_V = bounded_exp(now_V - top.learner_V)
+    return -top.at_all(advantages_N).to(now_V.dtype) * weights_V.to(now_V.dtype) * ratio_V
 
 
 def _coefficients(now_V: Tensor, slopes_V: Tensor, top: TopLogprobs) -> Tensor:

@@ -118,16 +118,8 @@ def policy_loss(
     loss = reduced(per_token_N, mask_N, scale_N)
     metrics = {"loss/policy": loss.detach()}
     if top is not None and top_logprobs_E is not None and targets.top_weights_E is not None:
-        against_sampler = correction is not None and correction.anchor == Anchor.sampler
         centering, of_center = centering_term(
-            top_logprobs_E,
-            top,
-            targets,
-            terms.advantages_N,
-            scale_N,
-            config,
-            against_sampler,
-            totals.tokens,
+            top_logprobs_E, top, targets, terms.advantages_N, scale_N, config, totals.tokens
         )
         loss = loss + centering
         metrics |= of_center

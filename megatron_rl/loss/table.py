@@ -55,6 +55,8 @@ class Loss:
     against_sampler: bool = False  # True if correction.anchor has to be sampler
     # usual range of clip_low and clip_high; a note warns outside of it
     clips: tuple[float, float] = (0.02, 1.0)
+    # True if a token's clip depends on the sign of its advantage, which correction.center leaves out
+    by_sign: bool = False
     # True if the loss trains on the data set's answers, without anchor and advantages
     supervised: bool = False
     # True if, at level token, the loss of a token is a function of its own numbers alone, which
@@ -234,7 +236,7 @@ CLIP = ("clip_low", "clip_high")
 SHARED = ("level", "aggregate")
 DUAL = ("dual_clip",)
 LOSSES = {
-    "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed"),
+    "ppo": Loss(ppo, (*CLIP, *SHARED), DUAL, band="closed", by_sign=True),
     "gspo": Loss(
         gspo, CLIP, DUAL, band="closed", per_row=True, clips=(1e-5, 0.02), elementwise=False
     ),
@@ -245,9 +247,9 @@ LOSSES = {
         band="closed",
         clips=(0.02, 10.0),
     ),
-    "sapo": Loss(sapo, (), ("tau_positive", "tau_negative")),
+    "sapo": Loss(sapo, (), ("tau_positive", "tau_negative"), by_sign=True),
     "gmpo": Loss(gmpo, CLIP, per_row=True, elementwise=False),
-    "dppo": Loss(dppo, CLIP, ("trust_region",), clips=(1e-3, 1.0)),
+    "dppo": Loss(dppo, CLIP, ("trust_region",), clips=(1e-3, 1.0), by_sign=True),
     "clip_cov": Loss(
         clip_cov,
         CLIP,

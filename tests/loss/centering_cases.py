@@ -184,7 +184,7 @@ def definition(one: Example, loss: LossConfig, correction: CorrectionConfig) -> 
             label = int(one.labels_N[place])
             own = _slope(one, row, places, index, label, loss, correction)
             total = total + own * policy_NV[place, label]
-            centered = loss if correction.anchor == "sampler" else _without_clips(loss)
+            centered = _without_clips_by_sign(loss)
             words = [
                 _slope(one, row, places, index, word, centered, correction)
                 for word in range(one.sampler_NV.shape[1])
@@ -197,9 +197,8 @@ def definition(one: Example, loss: LossConfig, correction: CorrectionConfig) -> 
     return torch.autograd.grad(total / int(one.mask_N.sum()), logits_NV)[0]
 
 
-def _without_clips(loss: LossConfig) -> LossConfig:
-    """A loss of the same ratio that is not clipped."""
-    if loss.name == "reinforce":
+def _without_clips_by_sign(loss: LossConfig) -> LossConfig:
+    if loss.name not in ("ppo", "sapo", "dppo"):
         return loss
     return LossConfig(name="ppo", clip_low=1.0, clip_high=math.inf)
 

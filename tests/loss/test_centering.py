@@ -146,7 +146,6 @@ def test_equal_policies_leave_no_term_to_the_last_bit(loss: str) -> None:
                 targets.responses.at_tokens(one.advantages_B.float()),
                 torch.ones_like(one.labels_N).float(),
                 LOSS[loss],
-                False,
                 len(one.labels_N),
             )
             assert not torch.autograd.grad(term, top_E)[0].any(), (name, size)
@@ -260,7 +259,7 @@ def test_the_coefficients_are_constants() -> None:
     pi_E = at_top(one, one.logits_NV.log_softmax(dim=1), 4).requires_grad_()
     scale_N = torch.linspace(0.5, 2.0, len(one.labels_N), dtype=torch.float64)
     advantages_N = targets.responses.at_tokens(one.advantages_B)
-    given = (top, targets, advantages_N, scale_N, LOSS["ppo"], False, 1)
+    given = (top, targets, advantages_N, scale_N, LOSS["ppo"], 1)
     term, _ = centering.centering_term(pi_E, *given)
     (slopes_E,) = torch.autograd.grad(term, pi_E)
     torch.testing.assert_close(term.detach(), (slopes_E * pi_E.detach()).sum())
