@@ -1,21 +1,28 @@
 """The study of score centering: its gradients are those of the project's loss."""
 
+import dataclasses
+import math
+
 import centering_statistics as lab
 import pytest
 import torch
 from correction_statistics import REINFORCE, Toy, make_toy, mean_and_variance, mean_reward, rows_of
 
 from megatron_rl.batch import Batch, UpdateInputs
-from megatron_rl.config.schema import CorrectionConfig
+from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.rollout_correction.correction import rollout_correction
 
 
-def through_the_loss(toy: Toy, choice: lab.Choice) -> torch.Tensor:
-    """The expected gradient as the correction and the loss give it, every word a top token."""
+def through_the_loss(
+    toy: Toy, choice: lab.Choice, loss: LossConfig = REINFORCE, moved: float = 0.0
+) -> torch.Tensor:
+    """The expected gradient as the correction and the loss give it, every word a top token; of a
+    policy that has moved along the noise.
+    """
     count, length = toy.sequences_BT.shape
-    logits_TVV = toy.logits_TVV.clone().requires_grad_()
-    learner_TVV = logits_TVV.log_softmax(-1)
+    now_TVV = (toy.logits_TVV - moved * toy.noise_TVV).requires_grad_()
+    learner_TVV = toy.logits_TVV.log_softmax(-1)
     sampler_TVV = (toy.logits_TVV + toy.noise_TVV).log_softmax(-1)
     places_T = torch.arange(length)
     words = learner_TVV.shape[-1]
@@ -33,26 +40,28 @@ def through_the_loss(toy: Toy, choice: lab.Choice) -> torch.Tensor:
         tokens_P=torch.zeros(count * length),
         top_ids_E=torch.arange(words).repeat(count * length),
     )
-    prox_N = toy.logprobs(logits_TVV).flatten()
+    prox_N = toy.logprobs(toy.logits_TVV).flatten()
     config = CorrectionConfig(
         weight=choice.weight, center="top_logprobs" if choice.center else "none"
     )
-    found = rollout_correction(batch, prox_N.detach(), config, None, None, top_E.detach())
+    found = rollout_correction(batch, prox_N, config, None, None, top_E)
     targets = UpdateInputs(
         **rows,
         **top_columns,
-        anchor_logprobs_N=prox_N.detach(),
+        anchor_logprobs_N=prox_N,
         ref_logprobs_N=None,
         advantages_B=(toy.rewards_B - mean_reward(toy)) * toy.sampler_prob_B * count,
         weights_N=found.weights_N,
         denominator_mask_N=rows["mask_N"],
-        top_anchor_E=top_E.detach(),
+        top_anchor_E=top_E,
         top_weights_E=found.top_weights_E,
         tail_weights_N=found.tail_weights_N,
     )
     totals = count_totals(targets.response_lengths_B, targets.groups_B, length)
-    loss, _ = policy_loss(prox_N, targets, REINFORCE, totals, None, None, top_E)
-    return -torch.autograd.grad(loss, logits_TVV)[0]
+    now_E = now_TVV.log_softmax(-1)[places_T, toy.previous_BT].flatten()
+    now_N = toy.logprobs(now_TVV).flatten()
+    total, _ = policy_loss(now_N, targets, loss, totals, None, None, now_E)
+    return -torch.autograd.grad(total, now_TVV)[0]
 
 
 @pytest.mark.parametrize("name", ["none", "tis", "calibrated", "center", "center_tis"])
@@ -61,6 +70,28 @@ def test_gradients_are_those_of_the_loss(name: str) -> None:
     choice = lab.CHOICES[name]
     mean, _ = mean_and_variance(lab.gradients(toy, choice), toy.sampler_prob_B)
     torch.testing.assert_close(mean, through_the_loss(toy, choice), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["none", "tis", "center", "center_tis", "no clip"])
+def test_several_updates_have_the_gradients_of_ppo(name: str) -> None:
+    toy = make_toy(0.5, seed=2)
+    choice = lab.CLIPPED[name]
+    now_TVV = (toy.logits_TVV - toy.noise_TVV).requires_grad_()
+    policies = [
+        logits_TVV.log_softmax(-1)[None]
+        for logits_TVV in (toy.logits_TVV, now_TVV, toy.logits_TVV + toy.noise_TVV)
+    ]
+    game = lab.Game(toy, toy.rewards_B[None])
+    pulls_B = toy.sampler_prob_B * (toy.rewards_B - mean_reward(toy))
+    found = sum(
+        (part_B[None, :, None] * game.objective(choice, *policies, positive)).sum()
+        for positive, part_B in ((True, pulls_B.clamp(min=0)), (False, pulls_B.clamp(max=0)))
+    )
+    wide = LossConfig(name="ppo", clip_low=1.0, clip_high=math.inf, reduction="seq_mean_token_sum")
+    loss = dataclasses.replace(lab.PPO, reduction=wide.reduction) if choice.clip else wide
+    slopes = torch.autograd.grad(found, now_TVV)[0]
+    expected = through_the_loss(toy, choice, loss, moved=1.0)
+    torch.testing.assert_close(slopes, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_centering_removes_the_drift() -> None:

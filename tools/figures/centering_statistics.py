@@ -2,7 +2,7 @@
 
 Of one step: bias and deviation of the gradient, and the drift that centering removes, over the tables
 of correction_statistics.py. Of training: a small network learns from a sampler that follows it, by
-the expected gradient or from drawn responses.
+the expected gradient or from drawn responses; by several clipped updates a batch too.
 
     python tools/figures/centering_statistics.py [--seeds 32] [--steps 400]
 
@@ -31,18 +31,22 @@ from correction_statistics import (
 )
 from torch import Tensor
 
-from megatron_rl.config.schema import ConfidenceCap, Level, WeightConfig
+from megatron_rl.config.schema import ConfidenceCap, Level, LossConfig, WeightConfig
 
 BATCH = 256
 HIDDEN = 12
 RATE = 0.005
 DRAWN = 64  # responses of a step
+UPDATES = 4  # of a batch, where the loss clips
+PPO = LossConfig(name="ppo", clip_low=0.2, clip_high=0.28)
 
 
 @dataclass(frozen=True)
 class Choice:
     weight: WeightConfig
     center: bool = False
+    clip: bool = False  # by the sign of the advantage, as ppo does
+    centered_clip: bool = False  # what is subtracted is clipped too
 
 
 CALIBRATED = WeightConfig(high=None, cap=ConfidenceCap(confidence=2.3, floor=0.005))
@@ -55,6 +59,15 @@ CHOICES = {
     "center": Choice(NONE, center=True),
     "center_tis": Choice(TOKEN_TIS, center=True),
     "center, calibrated": Choice(CALIBRATED, center=True),
+}
+CLIPPED = {
+    "none": Choice(NONE, clip=True),
+    "center": Choice(NONE, center=True, clip=True),
+    "center, with clips": Choice(NONE, center=True, clip=True, centered_clip=True),
+    "tis": Choice(TOKEN_TIS, clip=True),
+    "center_tis": Choice(TOKEN_TIS, center=True, clip=True),
+    "center_tis, with clips": Choice(TOKEN_TIS, center=True, clip=True, centered_clip=True),
+    "no clip": Choice(NONE),
 }
 
 
@@ -226,38 +239,60 @@ class Game:
         places_T = torch.arange(LENGTH)
         return values_STVV[:, places_T, self.toy.previous_BT, self.toy.sequences_BT]
 
-    def objective(self, choice: Choice, learner_STVV: Tensor, sampler_STVV: Tensor) -> Tensor:
-        """[S, B, T]: what an advantage multiplies."""
-        before_STVV = learner_STVV.detach()
+    def objective(
+        self,
+        choice: Choice,
+        prox_STVV: Tensor,
+        learner_STVV: Tensor,
+        sampler_STVV: Tensor,
+        positive: bool,
+    ) -> Tensor:
+        """[S, B, T]: what an advantage of that sign multiplies."""
+        ratio_STVV = (learner_STVV.detach() - prox_STVV).exp()
         if choice.weight.level == Level.prefix:
-            prox = self.at_tokens(before_STVV).flatten(0, 1)
+            prox = self.at_tokens(prox_STVV).flatten(0, 1)
             mask = torch.ones_like(prox, dtype=torch.bool)
             sampler = self.at_tokens(sampler_STVV).flatten(0, 1)
             weights = weights_of(prox, sampler, mask, choice.weight)
-            terms_SBT = self.at_tokens(learner_STVV)
+            terms_SBT = self.at_tokens(ratio_STVV * learner_STVV)
             return weights.view(terms_SBT.shape) * terms_SBT
-        weights_STVV = word_weights(choice.weight, before_STVV, sampler_STVV)
-        terms_SBT = self.at_tokens(weights_STVV * learner_STVV)
+        factors_STVV = word_weights(choice.weight, prox_STVV, sampler_STVV) * ratio_STVV
+        clipped_STVV = factors_STVV
+        if choice.clip:
+            beyond = ratio_STVV > 1 + PPO.clip_high if positive else ratio_STVV < 1 - PPO.clip_low
+            clipped_STVV = factors_STVV.masked_fill(beyond, 0.0)
+        terms_SBT = self.at_tokens(clipped_STVV * learner_STVV)
         if choice.center:
-            expected_STV = (sampler_STVV.exp() * weights_STVV * learner_STVV).sum(-1)
+            centered_STVV = clipped_STVV if choice.centered_clip else factors_STVV
+            expected_STV = (sampler_STVV.exp() * centered_STVV * learner_STVV).sum(-1)
             terms_SBT = terms_SBT - expected_STV[:, torch.arange(LENGTH), self.toy.previous_BT]
         return terms_SBT
 
 
 def train(
-    sampler: Sampler, choice: Choice, seeds: int, steps: int, drawn: int | None = None
+    sampler: Sampler,
+    choice: Choice,
+    seeds: int,
+    steps: int,
+    drawn: int | None = None,
+    updates: int = 1,
+    rate: float = RATE,
 ) -> Trained:
-    """`drawn`: responses of each step; None: the expected gradient."""
+    """`drawn`: responses of each step; None: the expected gradient. `updates`: steps between two
+    syncs, which fix the proximal policy.
+    """
     game = Game.of(seeds)
     random = torch.Generator().manual_seed(1)
     net = Networks(seeds, sampler.outlier)
-    optimizer = torch.optim.Adam(net.parameters(), RATE)
+    optimizer = torch.optim.Adam(net.parameters(), rate)
     shape = net.logits().shape
     fixed = torch.randn(shape, generator=random, dtype=torch.float64)
     history = []
     for step in range(steps + 1):
         learner_STVV = net.logits().log_softmax(-1)
-        if step % sampler.every == 0:
+        if step % updates == 0:
+            prox_STVV = learner_STVV.detach()
+        if step % max(updates, sampler.every) == 0:
             fresh = torch.randn(shape, generator=random, dtype=torch.float64)
             with torch.no_grad():
                 sampler_STVV = sampler.logits(net, fixed, fresh).log_softmax(-1)
@@ -278,8 +313,10 @@ def train(
         baseline_S1 = (chances_SB * game.rewards_SB).sum(-1, keepdim=True)
         pulls_SB = chances_SB * (game.rewards_SB - baseline_S1)
         optimizer.zero_grad()
-        terms_SBT = game.objective(choice, learner_STVV, sampler_STVV)
-        (-pulls_SB[..., None] * terms_SBT).sum().backward()
+        for positive, part_SB in ((True, pulls_SB.clamp(min=0)), (False, pulls_SB.clamp(max=0))):
+            policies = (prox_STVV, learner_STVV, sampler_STVV)
+            terms_SBT = game.objective(choice, *policies, positive)
+            (-part_SB[..., None] * terms_SBT).sum().backward(retain_graph=positive)
         optimizer.step()
     return Trained(*(torch.stack(values) for values in zip(*history, strict=True)))
 
@@ -298,15 +335,35 @@ def training_table(seeds: int, steps: int, drawn: int | None) -> str:
             found = train(sampler, choice, seeds, steps, drawn)
             area_S = found.learner.mean(0)
             none_S = area_S if none_S is None else none_S
-            gap_S = area_S - none_S
-            error = float(gap_S.std()) / math.sqrt(seeds)
             ends = [float(values[-1].mean()) for values in (found.learner, found.sampler)]
             lines.append(
                 f"| {name} | {label} | {ends[0]:.3f} | {ends[1]:.3f} | "
-                f"{float(found.kl[-steps // 4 :].mean()):.1e} | "
-                f"{float(gap_S.mean()):+.4f} ({error:.4f}) |"
+                f"{float(found.kl[-steps // 4 :].mean()):.1e} | {difference(area_S, none_S)} |"
             )
     return "\n".join(lines)
+
+
+def clipped_table(seeds: int, steps: int, rates: tuple[float, ...] = (0.03, 0.1)) -> str:
+    """Of ppo, by rate, where the policy moves far from the proximal one: area less that of none."""
+    names = ("INT8, outliers", "INT4", "16 updates old")
+    columns = [(name, rate) for name in names for rate in rates]
+    lines = ["| correction | " + " | ".join(f"{name}, {rate}" for name, rate in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    none: dict[tuple[str, float], Tensor] = {}
+    for label, choice in CLIPPED.items():
+        cells = []
+        for name, rate in columns:
+            found = train(SAMPLERS[name], choice, seeds, steps, DRAWN, UPDATES, rate)
+            area_S = found.learner.mean(0)
+            cells.append(difference(area_S, none.setdefault((name, rate), area_S)))
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def difference(area_S: Tensor, none_S: Tensor) -> str:
+    """The mean and its standard error."""
+    gap_S = area_S - none_S
+    return f"{float(gap_S.mean()):+.4f} ({float(gap_S.std()) / math.sqrt(len(gap_S)):.4f})"
 
 
 def main() -> None:
@@ -320,6 +377,8 @@ def main() -> None:
         how = "the expected gradient" if drawn is None else f"{drawn} responses a step"
         table = training_table(given.seeds, given.steps, drawn)
         print(f"\nTraining with {how}:\n", table, sep="\n", flush=True)
+    clipped = clipped_table(given.seeds, given.steps)
+    print(f"\nTraining with ppo, {UPDATES} updates a batch:\n", clipped, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
