@@ -19,6 +19,7 @@ from megatron_rl.types import Metrics
 MISMATCH = "rollout_corr/k3_kl"
 SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
 AREA = "accuracy_area"
+IN_BF16 = "accuracy_bf16"
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": np.mean,
     "sum": np.sum,
@@ -172,7 +173,7 @@ NUMBERS: dict[str, Number] = {
     "accuracy": Number(
         "at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last
     ),
-    "accuracy_bf16": Number(
+    IN_BF16: Number(
         "in BF16", ".3f", "its held-out accuracy in a BF16 engine", "", lambda run, name: None
     ),
     "k3_kl": Number(

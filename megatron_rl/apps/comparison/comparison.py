@@ -20,6 +20,7 @@ from megatron_rl.files import read_json
 from megatron_rl.tracking.metrics_file import (
     ACCURACY,
     AREA,
+    IN_BF16,
     MISMATCH,
     NUMBERS,
     SAMPLE_SIZE,
@@ -72,7 +73,7 @@ def _in_bf16(run: RunDir) -> Metrics:
     path = run.bf16_evaluation / SUMMARY
     if not path.is_file():
         return {}
-    return {"accuracy_bf16": read_json(path)["metrics"]["eval/accuracy"]}
+    return {IN_BF16: read_json(path)["metrics"]["eval/accuracy"]}
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,14 @@ class Comparison:
     def beside(self) -> Cell | None:
         return next((cell for cell in self.cells if cell.labels == self.reference), None)
 
+    @property
+    def criterion(self) -> str:
+        """What cells are judged by: accuracy in BF16 where all last policies were evaluated so. That
+        of the sampler includes what the policy has learned for this sampler alone.
+        """
+        runs = [one for cell in self.cells for one in cell.finished]
+        return IN_BF16 if runs and all(IN_BF16 in one.numbers for one in runs) else AREA
+
     def places(self) -> dict[tuple[str, ...], list[Cell]]:
         """Labels of the other axes -> the cells that are compared there."""
         found: dict[tuple[str, ...], list[Cell]] = {}
@@ -197,14 +206,14 @@ class Comparison:
         return msgspec.convert(stored, cls)
 
 
-def beyond_noise(a: Cell, b: Cell) -> bool | None:
-    """Test if `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
+def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
+    """Test if `a` is above `b` in a number by more than seeds explain: a paired t-test, two-sided at 95 %.
 
     The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None:
     fewer than two seeds.
     """
-    above = a.by_seed(AREA)
-    below = b.by_seed(AREA)
+    above = a.by_seed(number)
+    below = b.by_seed(number)
     pairs = [above[seed] - below[seed] for seed in above if seed in below]
     if len(pairs) < 2:
         return None

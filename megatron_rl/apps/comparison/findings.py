@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.apps.comparison.comparison import Cell, Comparison, beyond_noise
-from megatron_rl.tracking.metrics_file import AREA
+from megatron_rl.tracking.metrics_file import AREA, IN_BF16
 
-CRITERION = "area under the accuracy curve"
+CRITERIA = {AREA: "area under the accuracy curve", IN_BF16: "accuracy in a BF16 engine"}
 TEST = (
     "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The "
     "runs of one seed begin with the same policy and see the same prompts in the same order."
@@ -22,11 +22,12 @@ class Finding:
     beaten: tuple[Cell, ...]
     level: tuple[Cell, ...]  # within noise of the best; with one seed, all others
     left_out: tuple[Cell, ...]  # a run is missing, or has not finished
+    criterion: str = AREA
     alike: tuple[tuple[Cell, ...], ...] = ()  # several, whose runs came to the very same
 
     @property
     def seeds(self) -> int:
-        return len(self.best.by_seed(AREA))
+        return len(self.best.by_seed(self.criterion))
 
     def never_beaten(self) -> list[str]:
         return [cell.labels[-1] for cell in (self.best, *self.level)]
@@ -51,22 +52,26 @@ class Finding:
             noise = f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}"
             if self.level:
                 noise += f", and is not distinguishable from {_names(self.level)}"
-        largest = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
-        return f"{largest}{noise}{_left_out(self.left_out)}."
+        name = CRITERIA[self.criterion]
+        largest = f"{self.best.labels[-1]} has the largest {name}"
+        return f"{largest}, {self.best.written(self.criterion)}{noise}{_left_out(self.left_out)}."
 
 
 def findings(comparison: Comparison) -> list[Finding]:
     """A finding for each place where something has finished."""
     found = []
+    number = comparison.criterion
     for place, cells in comparison.places().items():
-        whole = [cell for cell in cells if cell.whole and cell.by_seed(AREA)]
+        whole = [cell for cell in cells if cell.whole and cell.by_seed(number)]
         rest = tuple(cell for cell in cells if cell not in whole)
         if not whole:
             continue
-        best = max(whole, key=lambda cell: cell.mean(AREA) or 0.0)
-        beaten = tuple(cell for cell in whole if cell is not best and beyond_noise(best, cell))
+        best = max(whole, key=lambda cell: cell.mean(number) or 0.0)
+        beaten = tuple(
+            cell for cell in whole if cell is not best and beyond_noise(best, cell, number)
+        )
         level = tuple(cell for cell in whole if cell is not best and cell not in beaten)
-        found.append(Finding(place, best, beaten, level, rest, tuple(_alike(whole))))
+        found.append(Finding(place, best, beaten, level, rest, number, tuple(_alike(whole))))
     return found
 
 
@@ -129,15 +134,16 @@ def recommendation(comparison: Comparison) -> str:
 def beside_reference(comparison: Comparison) -> Iterator[str]:
     """Distance of the best of each place from the reference."""
     reference = comparison.beside()
-    if reference is None or not reference.by_seed(AREA):
+    number = comparison.criterion
+    if reference is None or not reference.by_seed(number):
         return
-    yield f"{reference.name} (reference): {reference.written(AREA)}."
+    yield f"{reference.name} (reference): {reference.written(number)}."
     for one in findings(comparison):
-        difference = (one.best.mean(AREA) or 0.0) - (reference.mean(AREA) or 0.0)
-        above = beyond_noise(one.best, reference)
+        difference = (one.best.mean(number) or 0.0) - (reference.mean(number) or 0.0)
+        above = beyond_noise(one.best, reference, number)
         if above is None:
             noise = "one seed"
-        elif above or beyond_noise(reference, one.best):
+        elif above or beyond_noise(reference, one.best, number):
             noise = "beyond noise"
         else:
             noise = "within noise"

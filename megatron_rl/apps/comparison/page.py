@@ -20,7 +20,14 @@ from megatron_rl.apps.reports.report import about
 from megatron_rl.apps.reports.run_data import RunData
 from megatron_rl.apps.reports.sections import Panel
 from megatron_rl.files import write_atomic
-from megatron_rl.tracking.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
+from megatron_rl.tracking.metrics_file import (
+    ACCURACY,
+    AREA,
+    IN_BF16,
+    MISMATCH,
+    NUMBERS,
+    SAMPLE_SIZE,
+)
 
 ABREAST = 3  # charts in a row
 SEEDS = "Mean over seeds, and from the lowest to the highest"
@@ -85,6 +92,7 @@ def figures(comparison: Comparison) -> list[Panel]:
         Panel("Mismatch of sampler and learner, k3 KL in nats a token", words, mismatch, wide=True),
         Panel("Effective sample size", words, curves(comparison, SAMPLE_SIZE), wide=True),
         Panel("Area under the accuracy curve", f"{SEEDS}.", bars(comparison, AREA), wide=True),
+        Panel("Accuracy in a BF16 engine", f"{SEEDS}.", bars(comparison, IN_BF16), wide=True),
         Panel("Time of a step", f"{SEEDS}.", bars(comparison, "step_s"), wide=True),
     ]
     return [panel for panel in found if panel.figure]

@@ -16,7 +16,7 @@ from megatron_rl.apps.comparison.findings import Finding, findings, recommendati
 from megatron_rl.apps.comparison.page import curves, write_comparison
 from megatron_rl.apps.reports.run_data import load_run
 from megatron_rl.config import ConfigError
-from megatron_rl.tracking.metrics_file import ACCURACY, AREA, Series, area
+from megatron_rl.tracking.metrics_file import ACCURACY, AREA, IN_BF16, Series, area
 
 ROOT = Path(__file__).parents[3]
 # two steps of real runs, each with both engines
@@ -30,6 +30,14 @@ def cell(*labels: str, areas: tuple[float, ...], state: str = "finished") -> Cel
             Result(f"{'_'.join(labels)}_s{seed}", seed, state, {AREA: value, "step_s": 1.0})
             for seed, value in enumerate(areas, start=1)
         ),
+    )
+
+
+def in_bf16(one: Cell, *values: float) -> Cell:
+    runs = zip(one.runs, values, strict=True)
+    return replace(
+        one,
+        runs=tuple(replace(run, numbers={**run.numbers, IN_BF16: value}) for run, value in runs),
     )
 
 
@@ -120,6 +128,20 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
         cell("t", "near", areas=(0.7,), state="failed"),
     )
     assert "shortest steps" in recommendation(more), "failed runs take no time"
+
+
+def test_accuracy_in_bf16_judges_where_every_last_policy_has_it():
+    """A sampler's own accuracy is that of a policy which may have learned for this sampler alone."""
+    for_sampler = in_bf16(cell("s", "for_sampler", areas=(0.70, 0.71, 0.72)), 0.1, 0.2, 0.1)
+    better = in_bf16(cell("s", "better", areas=(0.40, 0.41, 0.43)), 0.6, 0.7, 0.6)
+    found = the_finding(for_sampler, better)
+    assert (found.best, found.beaten) == (better, (for_sampler,))
+    assert "accuracy in a BF16 engine, 0.633 (0.600 to 0.700)" in str(found)
+    assert recommendation(compared(for_sampler, better)).startswith("Take better")
+    one_without = replace(
+        better, runs=(*better.runs[:-1], cell("s", "better", areas=(0.4,)).runs[0])
+    )
+    assert the_finding(for_sampler, one_without).best == for_sampler
 
 
 def test_nothing_is_recommended_where_nothing_differs():
