@@ -174,7 +174,11 @@ NUMBERS: dict[str, Number] = {
         "at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last
     ),
     IN_BF16: Number(
-        "in BF16", ".3f", "its held-out accuracy in a BF16 engine", "", lambda run, name: None
+        "in BF16",
+        ".3f",
+        "held-out accuracy of the last policy in a BF16 engine",
+        "",
+        lambda run, name: None,
     ),
     "k3_kl": Number(
         "mismatch",
