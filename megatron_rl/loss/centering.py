@@ -1,7 +1,7 @@
 """Score centering: subtracts from each token's gradient what the sampler would be expected to give
 at its prefix (arXiv 2609.20807). At a prefix, the expected gradient of a loss under the sampler is
 E[A] E[c grad log pi] and the covariance of the two; the first part, the drift, pulls the policy
-towards its sampler whatever was rewarded.
+towards its sampler, independently of rewards.
 
 q: the sampler's probabilities, p: the proximal policy's; c: what a loss multiplies A grad log pi by,
 the weight included. The tail, whose tokens are unknown, is taken to be proportional to pi.
