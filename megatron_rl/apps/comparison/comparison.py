@@ -160,8 +160,8 @@ class Comparison:
 
     @property
     def criterion(self) -> str:
-        """What cells are judged by: accuracy in BF16 where all last policies were evaluated so. That
-        of the sampler includes what the policy has learned for this sampler alone.
+        """What cells are judged by: accuracy in BF16 where all last policies were evaluated so. The
+        sampler's own includes what the policy has learned for this sampler alone.
         """
         runs = [one for cell in self.cells for one in cell.finished]
         return IN_BF16 if runs and all(IN_BF16 in one.numbers for one in runs) else AREA
@@ -207,7 +207,8 @@ class Comparison:
 
 
 def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
-    """Test if `a` is above `b` in a number by more than seeds explain: a paired t-test, two-sided at 95 %.
+    """Test if `a` is above `b` in a number by more than seeds explain: a paired t-test, two-sided
+    at 95 %.
 
     The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None:
     fewer than two seeds.
